@@ -1,0 +1,104 @@
+"""Which block belongs to whom: a pool with a generation for every block."""
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdtx.errors import OutOfBlocks, StaleBlocks
+from pdtx.plan.runs import Int64s
+
+NULL_BLOCK = 0
+"""Never handed out, as in vLLM: the block that stands for 'no block' in a block table."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks handed out together, in token order, with the generation each had then; both int64, shape (n,)."""
+
+    ids: Int64s
+    generations: Int64s
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __add__(self, other: "Blocks") -> "Blocks":
+        return Blocks(np.concatenate((self.ids, other.ids)), np.concatenate((self.generations, other.generations)))
+
+
+class BlockAllocator:
+    """A pool of num_blocks blocks, of which block 0 is the null block. Safe to use from several threads.
+
+    Freeing a block raises its generation, so whoever still names the old one is found out by check(). A block
+    that something may still write is held (hold, unhold): it can be freed but returns to the pool only when
+    the last hold has ended.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise OutOfBlocks(f"a pool needs 2 or more blocks (block 0 is the null block), not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._generations = np.zeros(num_blocks, np.int64)
+        self._used = np.zeros(num_blocks, bool)
+        self._holds = np.zeros(num_blocks, np.int64)
+        self._lock = threading.Lock()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now."""
+        with self._lock:
+            return len(self._free)
+
+    def free_ids(self) -> Int64s:
+        """The ids of the blocks that can be handed out now."""
+        with self._lock:
+            return np.array(sorted(self._free), np.int64)
+
+    def allocate(self, count: int) -> Blocks:
+        """Hand out count blocks. Raises OutOfBlocks, handing out none, if fewer are free."""
+        with self._lock:
+            if count > len(self._free):
+                raise OutOfBlocks(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks - 1} are free")
+            ids = np.array([self._free.pop() for _ in range(count)], np.int64)
+            self._used[ids] = True
+            return Blocks(ids, self._generations[ids])
+
+    def check(self, blocks: Blocks) -> None:
+        """Raise StaleBlocks unless every block is still in use in the generation that blocks names."""
+        with self._lock:
+            self._check(blocks)
+
+    def _check(self, blocks: Blocks) -> None:
+        stale = np.flatnonzero(~self._used[blocks.ids] | (self._generations[blocks.ids] != blocks.generations))
+        if len(stale):
+            at = int(stale[0])
+            block = int(blocks.ids[at])
+            raise StaleBlocks(
+                f"block {block} was handed out in generation {int(blocks.generations[at])} and is now in "
+                f"{int(self._generations[block])}"
+            )
+
+    def free(self, blocks: Blocks) -> None:
+        """Give blocks back; those that are held follow when their last hold ends.
+
+        Raises StaleBlocks, giving back none, if one of them was given back before.
+        """
+        with self._lock:
+            self._check(blocks)
+            self._generations[blocks.ids] += 1
+            self._used[blocks.ids] = False
+            self._free.extend(blocks.ids[self._holds[blocks.ids] == 0].tolist())
+
+    def hold(self, blocks: Blocks) -> None:
+        """Keep blocks out of the pool, even when freed, until unhold. Raises StaleBlocks if they are not in use."""
+        with self._lock:
+            self._check(blocks)
+            self._holds[blocks.ids] += 1
+
+    def unhold(self, blocks: Blocks) -> None:
+        """End one hold on each of blocks."""
+        with self._lock:
+            self._holds[blocks.ids] -= 1
+            ended = (self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]
+            self._free.extend(blocks.ids[ended].tolist())

@@ -1,0 +1,130 @@
+"""The exception tree. Every error a user can cause or meet is a PdtxError with one clear line.
+
+PdtxError                        exit code 1
+├── InputError                   exit code 2: what was given cannot be used
+│   ├── SpecError                a KV cache spec with impossible numbers
+│   ├── LayoutError              an unknown or impossible layout
+│   ├── PlanError                two sides that cannot be matched, or a plan that failed its audit
+│   └── ModelError               a model that cannot be found, read or run
+├── CacheError
+│   ├── OutOfBlocks              the pool has fewer free blocks than asked for
+│   └── StaleBlocks              a block was freed, and perhaps given to another request, meanwhile
+├── ProtocolError                a peer's message that is malformed, too large or of another version
+│   └── IncompatiblePeer         the handshake found a field that differs
+├── PeerError
+│   ├── PeerUnreachable          nobody answers at the address
+│   ├── PeerLost                 the peer was there and is gone
+│   ├── AddressInUse             the port to listen on is taken
+│   └── AuthenticationFailed     keys or tokens do not match
+├── TransferError                a payload did not arrive, with how far it came
+│   ├── TransferAborted          cancelled before it was finished
+│   ├── TransferRefused          the receiver granted no such transfer
+│   └── DeadlineExceeded         a wait ended by its deadline; names phase and peer
+└── VerificationError            bytes arrived that are not the source's
+"""
+
+
+class PdtxError(Exception):
+    """Root of all errors raised on purpose; its text is one line fit for a terminal."""
+
+    exit_code = 1
+
+
+class InputError(PdtxError):
+    """Something given by the user cannot be used as it is."""
+
+    exit_code = 2
+
+
+class SpecError(InputError):
+    """A KV cache spec with impossible numbers."""
+
+
+class LayoutError(InputError):
+    """An unknown or impossible layout."""
+
+
+class PlanError(InputError):
+    """Two sides that cannot be matched, or a plan that failed its audit."""
+
+
+class ModelError(InputError):
+    """A model that cannot be found, read or run."""
+
+
+class CacheError(PdtxError):
+    """Root of what goes wrong inside one paged cache."""
+
+
+class OutOfBlocks(CacheError):
+    """The pool has fewer free blocks than asked for."""
+
+
+class StaleBlocks(CacheError):
+    """A block was freed, and perhaps given to another request, since it was handed out."""
+
+
+class ProtocolError(PdtxError):
+    """A peer's message is malformed, too large or of another protocol version."""
+
+
+class IncompatiblePeer(ProtocolError):
+    """The handshake found a field in which the two sides differ.
+
+    field: the name of the field; producer, consumer: what each side has, as text.
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, producer: str, consumer: str, advice: str = "") -> None:
+        self.field, self.producer, self.consumer = field, producer, consumer
+        text = f"incompatible peers: {field} is {producer} on the prefill side and {consumer} on the decode side"
+        super().__init__(f"{text}; {advice}" if advice else text)
+
+
+class PeerError(PdtxError):
+    """Root of what goes wrong with a peer as a whole."""
+
+
+class PeerUnreachable(PeerError):
+    """Nobody answers at the address."""
+
+
+class PeerLost(PeerError):
+    """The peer was connected and is gone or silent."""
+
+
+class AddressInUse(PeerError):
+    """The address to listen on is taken or not ours."""
+
+
+class AuthenticationFailed(PeerError):
+    """A key or a session token does not match."""
+
+
+class TransferError(PdtxError):
+    """A payload did not arrive."""
+
+
+class TransferAborted(TransferError):
+    """The transfer was cancelled before it was finished."""
+
+
+class TransferRefused(TransferError):
+    """The receiver granted no such transfer, or of another size."""
+
+
+class DeadlineExceeded(TransferError):
+    """A wait ended by its deadline.
+
+    phase: what was waited for; peer: for whom; seconds: how long.
+    """
+
+    def __init__(self, phase: str, peer: str, seconds: float, detail: str = "") -> None:
+        self.phase, self.peer, self.seconds = phase, peer, seconds
+        text = f"deadline of {seconds:g} s exceeded while waiting for {phase} from {peer}"
+        super().__init__(f"{text} ({detail})" if detail else text)
+
+
+class VerificationError(PdtxError):
+    """Bytes arrived that are not the source's; the text names the first wrong coordinate."""

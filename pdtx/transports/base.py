@@ -1,0 +1,212 @@
+"""What a mover is: it puts runs of one node's memory into another node's, and says when they have arrived.
+
+The life of a transfer: the consumer listens and advertises an address; the producer connects with the session token of
+the handshake and posts `put`s; the mover makes each one DONE when the bytes lie in the consumer's memory, FAILED
+or ABORTED otherwise. The consumer learns of each payload through its Receiver. Where a mover carries addresses,
+the consumer's own plan decides where bytes go: an address from a peer is never trusted.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar, Protocol
+
+import torch
+
+from pdtx.errors import DeadlineExceeded, PdtxError, TransferError
+from pdtx.plan import Runs, Slices
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory that transfers read or write: a 1-D uint8 tensor, contiguous, kept alive by this object."""
+
+    memory: torch.Tensor = field(repr=False)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+        return self.memory.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.memory.numel()
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether system calls can reach the memory."""
+        return self.memory.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class TransferKey:
+    """Which part of which request a payload is: half-open ranges of layers and token positions."""
+
+    request_id: str
+    layer_start: int
+    layer_stop: int
+    token_start: int
+    token_stop: int
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id} layers {self.layer_start}..{self.layer_stop} "
+            f"tokens {self.token_start}..{self.token_stop}"
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A receiver's answer: where a payload goes, in stream order."""
+
+    region: Region
+    slices: Slices
+
+
+class Receiver(Protocol):
+    """What a consumer does for a listening mover. Called from the mover's threads."""
+
+    def admit(self, session_id: str) -> bytes:
+        """Return the 32-byte token of a session. Raises AuthenticationFailed if there is none."""
+
+    def place(self, session_id: str, key: TransferKey) -> Placement:
+        """Return where key's payload goes; the memory must stay granted until placed() is called.
+
+        Raises TransferRefused if nothing was granted.
+        """
+
+    def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """Learn that a payload has arrived (error is None), or stopped after nbytes; called once for each place()."""
+
+    def closed(self, session_id: str, reason: str) -> None:
+        """Learn that a session's connection has ended."""
+
+
+class TransferState(Enum):
+    """PENDING: not begun. POSTED: bytes may be moving. The other three are final."""
+
+    PENDING = "pending"
+    POSTED = "posted"
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing moves any more."""
+        return self in (TransferState.DONE, TransferState.FAILED, TransferState.ABORTED)
+
+
+class TransferHandle:
+    """One transfer under way. Safe to use from several threads.
+
+    deadline: time.monotonic() at which it fails at the latest. times: time.monotonic() of created, posted (first byte given
+    to the transport), sent (last byte given to it) and ended; nan until then.
+    """
+
+    def __init__(self, key: TransferKey, nbytes: int, peer: str, deadline: float) -> None:
+        self.key, self.nbytes, self.peer, self.deadline = key, nbytes, peer, deadline
+        self.created, self.posted, self.sent, self.ended = time.monotonic(), float("nan"), float("nan"), float("nan")
+        self.moved = 0  # bytes given to the transport so far
+        self.error: PdtxError | None = None
+        self._state = TransferState.PENDING
+        self._callbacks: list[Callable[[TransferHandle], None]] = []
+        self._changed = threading.Condition()
+
+    @property
+    def state(self) -> TransferState:
+        """The present state."""
+        return self._state
+
+    def post(self) -> bool:
+        """Mark as moving; False if it has ended meanwhile and must not be begun."""
+        with self._changed:
+            if self._state is not TransferState.PENDING:
+                return False
+            self._state, self.posted = TransferState.POSTED, time.monotonic()
+            return True
+
+    def finish(self, error: PdtxError | None = None, state: TransferState = TransferState.FAILED) -> bool:
+        """End as DONE (no error) or as state; False if it had ended before, which then stands."""
+        with self._changed:
+            if self._state.final:
+                return False
+            self.error, self.ended = error, time.monotonic()
+            self._state = TransferState.DONE if error is None else state
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(self)
+        return True
+
+    def cancel(self) -> bool:
+        """End as ABORTED if no byte has moved; False if it is moving (it then ends by itself) or has ended."""
+        with self._changed:
+            pending = self._state is TransferState.PENDING
+        return pending and self.finish(TransferError(f"{self.key} was cancelled"), TransferState.ABORTED)
+
+    def on_end(self, callback: Callable[["TransferHandle"], None]) -> None:
+        """Call callback once when the transfer ends (at once if it has), in the thread that ends it."""
+        with self._changed:
+            if not self._state.final:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end, at most to the deadline (or timeout_s).
+
+        Raises what ended the transfer, or DeadlineExceeded; the transfer is then still open.
+        """
+        limit = self.deadline if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._state.final, limit - time.monotonic()):
+                waited = time.monotonic() - self.created
+                progress = f"{self.moved} of {self.nbytes} bytes sent"
+                raise DeadlineExceeded(f"arrival of {self.key}", self.peer, round(waited, 3), progress)
+            if self.error is not None:
+                raise self.error
+
+
+class Connection(ABC):
+    """A producer's way to one consumer. Safe to use from several threads."""
+
+    @abstractmethod
+    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Begin to move runs (src offsets in region) to where the consumer places key; never blocks on the network.
+
+        deadline: time.monotonic() at which the transfer ends as FAILED with DeadlineExceeded if it is not DONE.
+        Transfers of one connection arrive in the order of their puts.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection; transfers that have not ended become FAILED (moving) or ABORTED (not begun). Idempotent."""
+
+
+class Mover(ABC):
+    """One way to move bytes. A node makes one and closes it at its end."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def listen(self, address: str, receiver: Receiver) -> str:
+        """Accept connections at address ("HOST:PORT", port 0 for any); return the address to advertise.
+
+        Raises AddressInUse.
+        """
+
+    @abstractmethod
+    def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
+        """Open a connection, proving the session by its token.
+
+        Raises PeerUnreachable, AuthenticationFailed or DeadlineExceeded.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening and end all connections; no thread or descriptor is left. Idempotent."""
