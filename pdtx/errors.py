@@ -127,4 +127,11 @@ class DeadlineExceeded(TransferError):
 
 
 class VerificationError(PdtxError):
-    """Bytes arrived that are not the source's; the text names the first wrong coordinate."""
+    """Bytes arrived that are not the source's; the text names the first wrong coordinate.
+
+    wrong: how many elements are wrong.
+    """
+
+    def __init__(self, text: str, wrong: int) -> None:
+        self.wrong = wrong
+        super().__init__(text)

@@ -1,0 +1,1 @@
+"""The prefill node: computes prompts and ships their K/V, layer by layer."""

@@ -2,7 +2,7 @@
 
 from pdtx.cache.allocator import BlockAllocator, Blocks
 from pdtx.cache.codes import POISON, CoordinateCodes
-from pdtx.cache.paged import PagedKVCache, torch_dtype
+from pdtx.cache.paged import PagedKVCache, open_device, record_fence, torch_dtype
 from pdtx.cache.verify import Mismatch, Verification, compare, describe_mismatch
 
 __all__ = [
@@ -15,5 +15,7 @@ __all__ = [
     "Verification",
     "compare",
     "describe_mismatch",
+    "open_device",
+    "record_fence",
     "torch_dtype",
 ]

@@ -1,13 +1,16 @@
 """Which block belongs to whom: a pool with a generation for every block."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from pdtx.errors import OutOfBlocks, StaleBlocks
 from pdtx.plan.runs import Int64s
 
+T = TypeVar("T")
 NULL_BLOCK = 0
 """Never handed out, as in vLLM: the block that stands for 'no block' in a block table."""
 
@@ -31,13 +34,14 @@ class BlockAllocator:
 
     Freeing a block raises its generation, so whoever still names the old one is found out by check(). A block
     that something may still write is held (hold, unhold): it can be freed but returns to the pool only when
-    the last hold has ended.
+    the last hold has ended. on_return is called with the ids of returning blocks before they can be handed out.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_return: Callable[[Int64s], None] | None = None) -> None:
         if num_blocks < 2:
             raise OutOfBlocks(f"a pool needs 2 or more blocks (block 0 is the null block), not {num_blocks}")
         self.num_blocks = num_blocks
+        self._on_return = on_return
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._generations = np.zeros(num_blocks, np.int64)
         self._used = np.zeros(num_blocks, bool)
@@ -50,10 +54,10 @@ class BlockAllocator:
         with self._lock:
             return len(self._free)
 
-    def free_ids(self) -> Int64s:
-        """The ids of the blocks that can be handed out now."""
+    def inspect_free(self, look: Callable[[Int64s], T]) -> T:
+        """Return look(ids of the free blocks); none of them is handed out meanwhile."""
         with self._lock:
-            return np.array(sorted(self._free), np.int64)
+            return look(np.array(sorted(self._free), np.int64))
 
     def allocate(self, count: int) -> Blocks:
         """Hand out count blocks. Raises OutOfBlocks, handing out none, if fewer are free."""
@@ -88,7 +92,8 @@ class BlockAllocator:
             self._check(blocks)
             self._generations[blocks.ids] += 1
             self._used[blocks.ids] = False
-            self._free.extend(blocks.ids[self._holds[blocks.ids] == 0].tolist())
+            returning = blocks.ids[self._holds[blocks.ids] == 0]
+        self._return(returning)
 
     def hold(self, blocks: Blocks) -> None:
         """Keep blocks out of the pool, even when freed, until unhold. Raises StaleBlocks if they are not in use."""
@@ -100,5 +105,13 @@ class BlockAllocator:
         """End one hold on each of blocks."""
         with self._lock:
             self._holds[blocks.ids] -= 1
-            ended = (self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]
-            self._free.extend(blocks.ids[ended].tolist())
+            returning = blocks.ids[(self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]]
+        self._return(returning)
+
+    def _return(self, ids: Int64s) -> None:
+        if not len(ids):
+            return
+        if self._on_return is not None:
+            self._on_return(ids)
+        with self._lock:
+            self._free.extend(ids.tolist())

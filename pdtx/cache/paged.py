@@ -1,5 +1,7 @@
 """A paged KV cache: one backing allocation, seen through a layout."""
 
+from collections.abc import Callable
+
 import torch
 
 from pdtx.cache.codes import POISON
@@ -20,7 +22,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return found
 
 
-def open_device(device: str) -> torch.device:
+def open_device(device: str | torch.device) -> torch.device:
     """Return the torch device. Raises InputError where it does not exist here."""
     try:
         found = torch.device(device)
@@ -28,9 +30,17 @@ def open_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"device {device!r} cannot be used: {reason}; use 'cpu' or a CUDA device that is present"
+            f"device {str(device)!r} cannot be used: {reason}; use 'cpu' or a CUDA device that is present"
         ) from None
     return found
+
+
+def record_fence(device: torch.device) -> Callable[[], None]:
+    """Return a function that returns once the device has done all that was asked of it so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: event.synchronize()
 
 
 class PagedKVCache:
@@ -47,7 +57,7 @@ class PagedKVCache:
         layout: str,
         num_layers: int,
         num_blocks: int,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
     ) -> None:
         self.spec = spec
         self.layout: KVCacheLayout = make_layout(layout, spec, num_layers=num_layers, num_blocks=num_blocks)

@@ -6,6 +6,7 @@ or ABORTED otherwise. The consumer learns of each payload through its Receiver. 
 the consumer's own plan decides where bytes go: an address from a peer is never trusted.
 """
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,8 +17,10 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from pdtx.errors import DeadlineExceeded, PdtxError, TransferError
+from pdtx.errors import DeadlineExceeded, PdtxError, TransferAborted
 from pdtx.plan import Runs, Slices
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,14 @@ class TransferKey:
 
 @dataclass(frozen=True)
 class Placement:
-    """A receiver's answer: where a payload goes, in stream order."""
+    """A receiver's answer: where a payload goes, in stream order.
+
+    deadline: time.monotonic() at which the mover stops receiving it, however steadily it trickles in.
+    """
 
     region: Region
     slices: Slices
+    deadline: float = float("inf")
 
 
 class Receiver(Protocol):
@@ -104,8 +111,8 @@ class TransferState(Enum):
 class TransferHandle:
     """One transfer under way. Safe to use from several threads.
 
-    deadline: time.monotonic() at which it fails at the latest. times: time.monotonic() of created, posted (first byte given
-    to the transport), sent (last byte given to it) and ended; nan until then.
+    deadline: time.monotonic() at which it fails at the latest. times: time.monotonic() of created, posted (first byte
+    given to the transport), sent (last byte given to it) and ended; nan until then.
     """
 
     def __init__(self, key: TransferKey, nbytes: int, peer: str, deadline: float) -> None:
@@ -130,24 +137,45 @@ class TransferHandle:
             self._state, self.posted = TransferState.POSTED, time.monotonic()
             return True
 
+    def mark_sent(self) -> None:
+        """Mark the last byte as given to the transport, unless the end has overtaken this call."""
+        with self._changed:
+            if not self._state.final:
+                self.sent, self.moved = time.monotonic(), self.nbytes
+
     def finish(self, error: PdtxError | None = None, state: TransferState = TransferState.FAILED) -> bool:
         """End as DONE (no error) or as state; False if it had ended before, which then stands."""
-        with self._changed:
-            if self._state.final:
-                return False
-            self.error, self.ended = error, time.monotonic()
-            self._state = TransferState.DONE if error is None else state
-            callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        for callback in callbacks:
-            callback(self)
-        return True
+        return self._end(error, TransferState.DONE if error is None else state, from_state=None)
+
+    def abort(self, reason: str) -> bool:
+        """End because this side gives up: as ABORTED if not begun, as FAILED if moving; False if it had ended."""
+        error = TransferAborted(f"{self.key} to {self.peer}: {reason}")
+        pending = self._end(error, TransferState.ABORTED, from_state=TransferState.PENDING)
+        return pending or self._end(error, TransferState.FAILED, from_state=None)
 
     def cancel(self) -> bool:
         """End as ABORTED if no byte has moved; False if it is moving (it then ends by itself) or has ended."""
+        error = TransferAborted(f"{self.key} to {self.peer} was cancelled")
+        return self._end(error, TransferState.ABORTED, from_state=TransferState.PENDING)
+
+    def expire(self) -> bool:
+        """End as FAILED because the deadline has passed, naming what was waited for; False if it had ended."""
+        return self.finish(self._late())
+
+    def _end(self, error: PdtxError | None, state: TransferState, from_state: TransferState | None) -> bool:
+        """End once, and only out of from_state if one is given."""
         with self._changed:
-            pending = self._state is TransferState.PENDING
-        return pending and self.finish(TransferError(f"{self.key} was cancelled"), TransferState.ABORTED)
+            if self._state.final or from_state not in (None, self._state):
+                return False
+            self.error, self.ended = error, time.monotonic()
+            if error is None and self.sent != self.sent:  # the acknowledgement has overtaken mark_sent()
+                self.sent, self.moved = self.ended, self.nbytes
+            self._state = state
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            self._call(callback)
+        return True
 
     def on_end(self, callback: Callable[["TransferHandle"], None]) -> None:
         """Call callback once when the transfer ends (at once if it has), in the thread that ends it."""
@@ -155,21 +183,37 @@ class TransferHandle:
             if not self._state.final:
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
+
+    def _call(self, callback: Callable[["TransferHandle"], None]) -> None:
+        try:
+            callback(self)
+        except Exception:  # a mover's thread must outlive its users' mistakes
+            logger.exception("a callback at the end of %s failed", self.key)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the end, at most to the deadline (or timeout_s).
+        """Wait for the end, at most to the deadline (which ends it) or for timeout_s (which leaves it open).
 
-        Raises what ended the transfer, or DeadlineExceeded; the transfer is then still open.
+        Raises what ended the transfer, or DeadlineExceeded.
         """
         limit = self.deadline if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state.final, limit - time.monotonic()):
-                waited = time.monotonic() - self.created
-                progress = f"{self.moved} of {self.nbytes} bytes sent"
-                raise DeadlineExceeded(f"arrival of {self.key}", self.peer, round(waited, 3), progress)
-            if self.error is not None:
-                raise self.error
+            ended = self._changed.wait_for(lambda: self._state.final, max(0.0, limit - time.monotonic()))
+        if not ended and timeout_s is not None:
+            raise self._late()
+        if not ended:
+            self.expire()
+        if self.error is not None:
+            raise self.error
+
+    def _late(self) -> DeadlineExceeded:
+        if self._state is TransferState.PENDING:
+            phase = "its turn to send"
+        else:
+            phase = "arrival" if self.moved >= self.nbytes else "room to send"
+        waited = round(time.monotonic() - self.created, 3)
+        progress = f"{self.moved} of {self.nbytes} bytes sent"
+        return DeadlineExceeded(f"{phase} of {self.key}", self.peer, waited, progress)
 
 
 class Connection(ABC):
@@ -180,12 +224,14 @@ class Connection(ABC):
         """Begin to move runs (src offsets in region) to where the consumer places key; never blocks on the network.
 
         deadline: time.monotonic() at which the transfer ends as FAILED with DeadlineExceeded if it is not DONE.
-        Transfers of one connection arrive in the order of their puts.
+        Transfers of one connection arrive in the order of their puts. The source must not change until the end.
+
+        Raises PlanError if a run leaves region, InputError for a key that cannot be sent.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the connection; transfers that have not ended become FAILED (moving) or ABORTED (not begun). Idempotent."""
+        """End the connection; what has not ended becomes FAILED (moving) or ABORTED (not begun). Idempotent."""
 
 
 class Mover(ABC):

@@ -1,0 +1,96 @@
+"""`pdtx-decode`: receive K/V from prefill nodes and generate from them."""
+
+import signal
+import threading
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from pdtx.cli import options as opt
+from pdtx.cli.common import (
+    configure_logging,
+    emit,
+    load_runner,
+    note,
+    open_cache,
+    open_security,
+    run_app,
+    single_command,
+)
+from pdtx.errors import InputError
+from pdtx.layout import AXIS_NAMES
+
+
+def decode(
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT to serve prefill nodes at; port 0 takes any.")
+    ] = "127.0.0.1:5600",
+    data_port: Annotated[int, typer.Option(help="Port for payloads; 0 takes any.", min=0, max=65535)] = 0,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="Host that prefill nodes reach this one at, if not the one listened on.", show_default=False),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare every element with the prefill node's cache.")
+    ] = False,
+    requests: Annotated[
+        int | None, typer.Option(help="Stop after this many requests.", min=1, show_default=False)
+    ] = None,
+    model: opt.Model = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
+    layout: opt.Layout = "flashinfer_hnd",
+    block_size: opt.BlockSize = 32,
+    num_blocks: opt.NumBlocks = 512,
+    key: opt.Key = None,
+    peer_key: opt.PeerKey = None,
+    insecure: opt.Insecure = False,
+    inject_fault: Annotated[
+        str | None,
+        typer.Option(help="Plan wrongly on purpose: swap two axes, as in 'token,head'.", show_default=False),
+    ] = None,
+    json: opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Serve prefill nodes: receive K/V into this node's own layout, verify them if asked to, and generate."""
+    configure_logging(verbose)
+    security = open_security(key, peer_key, insecure=insecure)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    from decode_node.loop import DecodeLoop
+    from pdtx.engine import KVConsumer
+    from pdtx.transports import make_mover
+
+    with ExitStack() as stack:
+        runner = load_runner(model, dtype, device, threads)
+        cache, description = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
+        plan_layout = cache.layout.with_swapped(*_two_axes(inject_fault)) if inject_fault else None
+        consumer = KVConsumer(cache, description, make_mover("tcp"), verify=verify, plan_layout=plan_layout)
+        stack.callback(consumer.close)
+        address = consumer.listen(listen, data_port=data_port, security=security, advertise=advertise)
+        note(f"{consumer.engine_id} listening on {address}")
+        if json:
+            emit(f'{{"event": "listening", "address": "{address}"}}')
+        loop = DecodeLoop(runner, consumer, stop, requests)
+        loop.run()
+    note(f"{consumer.engine_id} served {loop.ended} requests, {loop.failed} of them failed")
+
+
+def _two_axes(text: str) -> tuple[str, str]:
+    """Read 'AXIS,AXIS'. Raises InputError."""
+    first, _, second = text.partition(",")
+    if first not in AXIS_NAMES or second not in AXIS_NAMES or first == second:
+        raise InputError(f"--inject-fault takes two of {', '.join(AXIS_NAMES)} with a comma, not {text!r}")
+    return first, second
+
+
+def main() -> None:
+    """Entry point of `pdtx-decode`."""
+    run_app(single_command(decode, "PDTX_DECODE"), "pdtx-decode")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m pdtx`."""
+
+from pdtx.cli import main
+
+main()

@@ -1,0 +1,159 @@
+"""`pdtx demo`: the main job on one machine: prefill here, decode there, checked against one process doing both."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pdtx.cli import options as opt
+from pdtx.cli.common import emit, note
+from pdtx.errors import ModelError
+
+if TYPE_CHECKING:
+    from pdtx.report import RequestRow
+
+_TEXT = """\
+A prefill node computes the keys and values of a prompt, and a decode node goes on from them. Between the two, gigabytes
+must move, fast and exactly: one wrong head, one stale block, one page out of order, and the answer is fluent nonsense.
+So every element is compared with its source, and a wrong one is named by layer, token, head and channel. """
+
+
+def demo(
+    model: opt.Model = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 24,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads for each process.", min=1)] = 1,
+    chunk_size: Annotated[int, typer.Option(help="Most prompt tokens computed at a time.", min=1)] = 256,
+    prefill_layout: Annotated[str, typer.Option(help="The prefill side's layout.")] = "flash_attn_nhd",
+    decode_layout: Annotated[str, typer.Option(help="The decode side's layout.")] = "flashinfer_hnd",
+    prefill_block_size: Annotated[int, typer.Option(help="The prefill side's tokens in a block.", min=1)] = 16,
+    decode_block_size: Annotated[int, typer.Option(help="The decode side's tokens in a block.", min=1)] = 32,
+    layout: Annotated[
+        str | None, typer.Option(help="The layout of both sides, over the defaults.", show_default=False)
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a block of both sides, over the defaults.", min=1, show_default=False)
+    ] = None,
+    prefill_dtype: Annotated[
+        str | None, typer.Option(help="The prefill side's own --dtype.", show_default=False)
+    ] = None,
+    decode_dtype: Annotated[str | None, typer.Option(help="The decode side's own --dtype.", show_default=False)] = None,
+    prefill_device: Annotated[
+        str | None, typer.Option(help="The prefill side's own --device.", show_default=False)
+    ] = None,
+    decode_device: Annotated[
+        str | None, typer.Option(help="The decode side's own --device.", show_default=False)
+    ] = None,
+    inject_fault: Annotated[
+        str | None,
+        typer.Option(help="Make the decode side plan wrongly: swap two axes, as in 'token,head'.", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("results/demo.json"),
+    json: opt.Json = False,
+) -> None:
+    """Run a real model disaggregated over TCP, verify every byte of its K/V, and compare with a single process."""
+    sides = {
+        "prefill": _side(
+            layout or prefill_layout, block_size or prefill_block_size, prefill_dtype or dtype, prefill_device or device
+        ),
+        "decode": _side(
+            layout or decode_layout, block_size or decode_block_size, decode_dtype or dtype, decode_device or device
+        ),
+    }
+    from pdtx.runner import resolve_model
+
+    path = resolve_model(model, note)
+    common = ["--model", str(path), "--threads", str(threads)]
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        prompts.write_text("\n".join(_prompts(path, block_size or prefill_block_size)), encoding="utf-8")
+        work = [*common, "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--chunk-size", str(chunk_size)]
+        rows = _disaggregated(work, common, sides, inject_fault)
+        alone = _alone(work, sides["prefill"])
+    _finish(rows, alone, sides, output, as_json=json)
+
+
+def _side(layout: str, block_size: int, dtype: str, device: str) -> list[str]:
+    return ["--layout", layout, "--block-size", str(block_size), "--dtype", dtype, "--device", device]
+
+
+def _prompts(model: Path, block_size: int) -> list[str]:
+    """Return the demo's prompts as JSON lines: two texts, and token counts at the edges of a block."""
+    import msgspec
+    from tokenizers import Tokenizer
+
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{model} has no tokenizer.json, which the demo makes its prompts with")
+    tokens = Tokenizer.from_file(str(file)).encode(_TEXT * 20).ids
+    story = Tokenizer.from_file(str(file)).encode("The three things that matter most when moving data are").ids
+    if len(tokens) < 1100:
+        tokens = tokens * (1100 // len(tokens) + 1)
+    counts = {"long": tokens[:1100], "one-token": tokens[:1], "one-block": tokens[:block_size]}
+    counts |= {"block+1": tokens[: block_size + 1], "sentence": story}
+    return [msgspec.json.encode({"id": name, "token_ids": ids}).decode() for name, ids in counts.items()]
+
+
+def _disaggregated(
+    work: list[str], common: list[str], sides: dict[str, list[str]], fault: str | None
+) -> "list[RequestRow]":
+    """Run the prompts through a prefill and a decode process; return the prefill node's rows."""
+    from pdtx.cli.processes import Node
+    from pdtx.report import read_rows
+
+    serve = ["--listen", "127.0.0.1:0", "--verify", "--json", *common, *sides["decode"]]
+    if fault is not None:
+        serve += ["--inject-fault", fault]
+    with Node("decode ", "decode_node", serve) as decode:
+        address = decode.event("listening", 300.0)["address"]
+        with Node("prefill", "prefill_node", ["--connect", address, "--json", *work, *sides["prefill"]]) as prefill:
+            return read_rows(prefill.result(1800.0))
+
+
+def _alone(work: list[str], side: list[str]) -> "list[RequestRow]":
+    """Run the prompts through one process doing both."""
+    from pdtx.cli.processes import Node
+    from pdtx.report import read_rows
+
+    with Node("alone  ", "pdtx", ["generate", "--json", *work, *side]) as node:
+        return read_rows(node.result(1800.0))
+
+
+def _finish(
+    rows: "list[RequestRow]", alone: "list[RequestRow]", sides: dict[str, list[str]], output: Path, *, as_json: bool
+) -> None:
+    """Compare, print, write the result; exit 1 unless all is right."""
+    import msgspec
+    from rich.console import Console
+
+    from pdtx.report import machine_facts, render_rows, write_json
+
+    expected = {row.request_id: row.token_ids for row in alone}
+    differing = [row.request_id for row in rows if row.token_ids != expected.get(row.request_id)]
+    right = not differing and len(rows) == len(alone) and all(row.ok and row.wrong == 0 for row in rows)
+    document: dict[str, Any] = {
+        "version": 1,
+        "command": sys.argv,
+        "machine": machine_facts(),
+        "sides": sides,
+        "requests": msgspec.to_builtins(rows),
+        "tokens_equal_one_process": not differing,
+        "ok": right,
+    }
+    write_json(output, document)
+    if as_json:
+        emit(msgspec.json.encode(document).decode())
+    else:
+        for row in rows:
+            emit(f"[{row.request_id}] {row.text!r}")
+        render_rows(rows, Console(width=None if sys.stdout.isatty() else 120))
+    note(f"result written to {output}")
+    if differing:
+        note(f"tokens differ from those of one process: {', '.join(differing)}")
+    if not right:
+        note("FAILED")
+        raise typer.Exit(1)
+    note("ok: every element verified, tokens equal those of one process doing both")

@@ -1,0 +1,53 @@
+"""Options that several commands share; names are those of the serving engines where they have one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_CACHE, _MODEL, _SECURITY = "KV cache", "Model", "Security"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint folder or hub id; default: the bundled demo model, SmolLM2-135M-Instruct.",
+        rich_help_panel=_MODEL,
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(help="Element type of weights and K/V: float32, bfloat16 or float16.", rich_help_panel=_MODEL)
+]
+Device = Annotated[
+    str, typer.Option(help="Torch device of model and cache: cpu, cuda, cuda:1.", rich_help_panel=_MODEL)
+]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads for the model.", min=1, rich_help_panel=_MODEL, show_default=False)
+]
+Layout = Annotated[
+    str,
+    typer.Option(help="flash_attn_nhd, flash_attn_hnd, flashinfer_nhd or flashinfer_hnd.", rich_help_panel=_CACHE),
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", min=1, rich_help_panel=_CACHE)]
+NumBlocks = Annotated[
+    int, typer.Option(help="Blocks in the pool; block 0 is never used.", min=2, rich_help_panel=_CACHE)
+]
+Key = Annotated[
+    Path | None,
+    typer.Option(
+        help="This node's secret key (NAME.key_secret from 'pdtx keygen'); required off loopback.",
+        rich_help_panel=_SECURITY,
+        show_default=False,
+    ),
+]
+PeerKey = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A peer's public key (NAME.key); may be repeated.", rich_help_panel=_SECURITY, show_default=False
+    ),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Talk in the clear off loopback, with a warning.", rich_help_panel=_SECURITY)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more on stderr.")]

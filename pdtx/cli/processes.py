@@ -1,0 +1,97 @@
+"""Child processes that never outlive their parent."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from pdtx.errors import DeadlineExceeded, PdtxError
+
+
+class Node:
+    """A node run as a child process: its stdout is read, its stderr goes through prefixed.
+
+    Leaving the context ends it: SIGTERM, and SIGKILL after three seconds.
+    """
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._errors = list[str]()
+        self._pump = threading.Thread(target=self._relay, daemon=True)
+        self._pump.start()
+
+    def _relay(self) -> None:
+        for line in self.process.stderr or ():
+            self._errors.append(line.rstrip())
+            sys.stderr.write(f"  {self.name} | {line.rstrip()}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(3.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+        self._pump.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def event(self, name: str, timeout_s: float) -> dict[str, str]:
+        """Wait for a line {"event": name, ...} on stdout and return it.
+
+        Raises PdtxError if the process ends first, DeadlineExceeded after timeout_s.
+        """
+        killer = threading.Timer(timeout_s, self.process.kill)
+        killer.start()
+        try:
+            line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        finally:
+            expired = not killer.is_alive()
+            killer.cancel()
+        if expired:
+            raise DeadlineExceeded(f"event {name!r}", self.name, timeout_s)
+        if not line:
+            raise self._died()
+        return msgspec.json.decode(line, type=dict[str, str])
+
+    def result(self, timeout_s: float) -> str:
+        """Wait for the end and return stdout, whatever the exit code, if there is any.
+
+        Raises PdtxError if it printed nothing, DeadlineExceeded after timeout_s.
+        """
+        killer = threading.Timer(timeout_s, self.process.kill)
+        killer.start()
+        try:
+            text = self.process.stdout.read() if self.process.stdout is not None else ""
+            self.process.wait()
+        finally:
+            expired = not killer.is_alive()
+            killer.cancel()
+        if expired:
+            raise DeadlineExceeded("its result", self.name, timeout_s)
+        if not text.strip():
+            raise self._died()
+        return text
+
+    def _died(self) -> PdtxError:
+        code = self.process.wait()
+        self._pump.join()
+        last = self._errors[-1] if self._errors else "no word on stderr"
+        error = PdtxError(f"{self.name} ended with exit code {code}: {last.partition('error: ')[2] or last}")
+        error.exit_code = code if code in (1, 2) else 1
+        return error

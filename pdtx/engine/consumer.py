@@ -1,0 +1,492 @@
+"""The consumer: grants blocks of the decode node's cache, receives K/V into them, verifies, and hands requests over."""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from pdtx import __version__
+from pdtx.cache import BlockAllocator, PagedKVCache, Verification, compare, describe_mismatch
+from pdtx.cache.verify import NOTHING_COMPARED, Rows
+from pdtx.engine.describe import check_compatible, layout_of
+from pdtx.engine.inbound import InboundRequest, InboundState, Session
+from pdtx.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    IncompatiblePeer,
+    InputError,
+    OutOfBlocks,
+    PdtxError,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+    TransferRefused,
+    VerificationError,
+)
+from pdtx.layout import KVCacheLayout
+from pdtx.plan import Endpoint, build_plan
+from pdtx.plan.runs import Int64s
+from pdtx.protocol import (
+    PROTOCOL_VERSION,
+    CacheDescription,
+    Complete,
+    DataEndpoint,
+    Failure,
+    Finished,
+    Grant,
+    Hello,
+    LayerDone,
+    Message,
+    ReadReference,
+    Reference,
+    Refuse,
+    Reject,
+    Release,
+    TransferRequest,
+    Welcome,
+)
+from pdtx.sidechannel import Listener, Security, join_address, parse_address
+from pdtx.transports import Mover, Placement, Region, TransferKey
+
+logger = logging.getLogger(__name__)
+
+_REFERENCE_BYTES = 4 << 20
+"""Most bytes of source data asked for at once when verifying."""
+
+
+class KVConsumer:
+    """The decode node's engine: many producers, many requests. Safe to use from several threads.
+
+    The life of a request: a producer asks; blocks are granted when enough are free; payloads are placed by this side's
+    own plan; next_ready() hands the request out when all of it has arrived; verify() compares it with the producer's
+    cache; finish() or fail() ends it. Blocks return to the pool when no payload can still be written into them.
+
+    verify: whether memory is poisoned between uses, which verify() relies on.
+    plan_layout: the layout to plan with instead of the cache's own: a deliberate fault, for tests.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        description: CacheDescription,
+        mover: Mover,
+        *,
+        verify: bool,
+        max_deadline_s: float = 600.0,
+        plan_layout: KVCacheLayout | None = None,
+    ) -> None:
+        self.cache, self.description, self.mover = cache, description, mover
+        self.verifies, self.max_deadline_s = verify, max_deadline_s
+        self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
+        self.allocator = BlockAllocator(cache.num_blocks, self._poison if verify else None)
+        self._plan_layout = plan_layout or cache.layout
+        self._region = Region(cache.memory)
+        self._sessions: dict[str, Session] = {}
+        self._requests: dict[tuple[str, str], InboundRequest] = {}  # (session id, request id)
+        self._queued: list[InboundRequest] = []
+        self._placing: dict[tuple[str, TransferKey], InboundRequest] = {}  # payloads arriving now
+        self._ready: queue.SimpleQueue[InboundRequest | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._reaper = threading.Thread(target=self._reap, name="pdtx-reaper", daemon=True)
+        self._listener: Listener | None = None
+        self._endpoints: list[DataEndpoint] = []
+
+    def _poison(self, ids: Int64s) -> None:
+        self.cache.poison(torch.as_tensor(ids, device=self.cache.device))
+
+    # -- serving ----------------------------------------------------------------------------------------------------
+
+    def listen(self, address: str, *, security: Security, data_port: int = 0, advertise: str | None = None) -> str:
+        """Serve producers at address ("HOST:PORT"), their payloads at data_port of the same host; return the address.
+
+        advertise: the host that producers reach this node at; needed where address is a wildcard.
+        Raises AddressInUse or InputError.
+        """
+        host, _ = parse_address(address)
+        if advertise is None and host in ("0.0.0.0", "::"):
+            raise InputError(
+                f"{address} listens on every address; name the one to reach this node at with --advertise HOST"
+            )
+        bound = self.mover.listen(join_address(host, data_port), self)
+        _, port = parse_address(bound)
+        reached = join_address(advertise or host, port)
+        self._endpoints = [DataEndpoint(mover=self.mover.name, address=reached)]
+        self._listener = Listener(address, self._on_message, self._on_lost, security=security)
+        self._reaper.start()
+        return self._listener.endpoint.removeprefix("tcp://")
+
+    def close(self) -> None:
+        """End every request and stop serving. Idempotent."""
+        self._closing.set()
+        self._fail_where(lambda _: True, PeerLost(f"{self.engine_id} is closing"))
+        self._ready.put(None)
+        if self._reaper.is_alive():
+            self._reaper.join()
+        self.mover.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def next_ready(self, timeout_s: float) -> InboundRequest | None:
+        """Return the next request whose K/V have all arrived; None after timeout_s.
+
+        Its blocks stay out of the pool, whatever becomes of it, until let_go(): the caller may write them.
+        """
+        try:
+            request = self._ready.get(timeout=timeout_s) if timeout_s > 0 else self._ready.get_nowait()
+        except queue.Empty:
+            return None
+        with self._lock:
+            if request is None or request.blocks is None or request.error is not None:
+                return None
+            self.allocator.hold(request.blocks)
+        return request
+
+    def let_go(self, request: InboundRequest) -> None:
+        """Say that the caller of next_ready() will not touch the request's blocks any more."""
+        if request.blocks is not None:
+            self.allocator.unhold(request.blocks)
+            self._grant_queued()
+
+    # -- the end of a request, on the decode loop's thread -------------------------------------------------------------
+
+    def verify(self, request: InboundRequest) -> Verification:
+        """Compare every element of a ready request with the producer's cache, and look for writes beside it.
+
+        Raises VerificationError naming the first wrong coordinate and its true source, or what ended the request.
+        """
+        found = NOTHING_COMPARED
+        for layer, start, rows in self._references(request):
+            mine = self.cache.canonical(layer, self._block_ids(request), start, start + rows.shape[1])
+            found += compare(mine, rows, layer=layer, start=start, itemsize=self.cache.layout.itemsize)
+        if found.first is not None:
+            size = self.cache.spec.block_size
+            text = describe_mismatch(
+                found.first,
+                self._references(request),
+                lambda token: int(request.granted_ids[token // size]),
+                self.cache.layout.itemsize,
+            )
+            raise VerificationError(f"{found.wrong} of {found.compared} elements are wrong; first: {text}", found.wrong)
+        strays = self._strays(request)
+        if strays:
+            raise VerificationError(f"{strays} 2-byte words outside the request's tokens were written", strays)
+        return found
+
+    def _strays(self, request: InboundRequest) -> int:
+        """Count written words where no payload may lie: in free blocks, and in the request's blocks past its end."""
+
+        def count(ids: Int64s, from_token: int = 0) -> int:
+            return self.cache.unpoisoned(torch.as_tensor(ids, device=self.cache.device), from_token)
+
+        strays = self.allocator.inspect_free(count)
+        if request.blocks is not None:
+            used = request.num_tokens % self.cache.spec.block_size
+            strays += count(request.blocks.ids[request.num_granted :])
+            strays += count(request.granted_ids[-1:], used) if used else 0
+        return strays
+
+    def _block_ids(self, request: InboundRequest) -> torch.Tensor:
+        return torch.as_tensor(request.granted_ids, device=self.cache.device)
+
+    def _references(self, request: InboundRequest) -> Iterator[tuple[int, int, Rows]]:
+        """Read the producer's own K/V, a bounded piece at a time: (layer, first token, rows)."""
+        layout = self.cache.layout
+        step = max(1, _REFERENCE_BYTES // layout.bytes_per_token)
+        for layer in range(self.cache.num_layers):
+            for start in range(0, request.num_tokens, step):
+                stop = min(start + step, request.num_tokens)
+                yield layer, start, self._read_reference(request, layer, start, stop)
+
+    def _read_reference(self, request: InboundRequest, layer: int, start: int, stop: int) -> Rows:
+        ask = ReadReference(request_id=request.request_id, layer=layer, token_start=start, token_stop=stop)
+        self._send(request.session, ask)
+        left = request.deadline - time.monotonic()
+        try:
+            answer = request.references.get(timeout=max(left, 0.0))
+        except queue.Empty:
+            waited = round(request.deadline - request.begun, 3)
+            raise DeadlineExceeded("reference data to verify with", request.session.engine_id, waited) from None
+        if isinstance(answer, PdtxError):
+            raise answer
+        layout = self.cache.layout
+        shape = (2, stop - start, layout.extent("head"), layout.extent("channel") * layout.itemsize)
+        if (answer.layer, answer.token_start, len(answer.data)) != (layer, start, int(np.prod(shape))):
+            raise ProtocolError(f"{request.session.engine_id} answered with other reference data than asked for")
+        return torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(shape)
+
+    def release(self, request: InboundRequest) -> None:
+        """Tell the producer that its blocks are not needed any more."""
+        self._send(request.session, Release(request_id=request.request_id))
+
+    def finish(self, request: InboundRequest, finished: Finished) -> None:
+        """End a request well, and tell the producer what came of it."""
+        if self._end(request, None):
+            self._send(request.session, finished)
+
+    def fail(self, request: InboundRequest, error: PdtxError, *, tell: bool = True) -> None:
+        """End a request as failed; the producer is told unless it said so itself."""
+        phase = request.state.value
+        if self._end(request, error):
+            logger.warning("request %s from %s failed: %s", request.request_id, request.session.engine_id, error)
+            if tell:
+                self._send(
+                    request.session, Failure(request_id=request.request_id, phase=phase, reason=str(error)[:1000])
+                )
+
+    def _end(self, request: InboundRequest, error: PdtxError | None) -> bool:
+        """Take a request out and give its blocks back; False if it had ended before."""
+        with self._lock:
+            if request.state is InboundState.ENDED:
+                return False
+            request.state, request.error = InboundState.ENDED, error
+            self._requests.pop((request.session.session_id, request.request_id), None)
+            if request in self._queued:
+                self._queued.remove(request)
+            blocks = request.blocks
+        request.references.put(error or PeerLost("the request has ended"))
+        if blocks is not None:
+            self.allocator.free(blocks)
+            self._grant_queued()
+        return True
+
+    def _fail_session(self, session: Session, error: PdtxError) -> None:
+        self._fail_where(lambda request: request.session is session, error, tell=False)
+
+    def _fail_where(self, which: Callable[[InboundRequest], bool], error: PdtxError, *, tell: bool = True) -> None:
+        with self._lock:
+            requests = [request for request in self._requests.values() if which(request)]
+        for request in requests:
+            self.fail(request, error, tell=tell)
+
+    def _reap(self) -> None:
+        """Fail requests whose deadline has passed."""
+        while not self._closing.wait(0.1):
+            now = time.monotonic()
+            with self._lock:
+                late = [request for request in self._requests.values() if request.deadline < now]
+            for request in late:
+                detail = f"{request.received_bytes} bytes received; missing {request.missing() or 'nothing'}"
+                waited = round(request.deadline - request.begun, 3)
+                self.fail(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
+
+    # -- messages, on the side channel's thread ------------------------------------------------------------------------
+
+    def _send(self, session: Session, message: Message) -> None:
+        if self._listener is not None:
+            self._listener.send(session.peer, message)
+
+    def _on_lost(self, peer: bytes, reason: str) -> None:
+        with self._lock:
+            gone = [session for session in self._sessions.values() if session.peer == peer]
+            for session in gone:
+                del self._sessions[session.session_id]
+        for session in gone:
+            lost = PeerLost(f"lost {session.engine_id}: {reason}")
+            self._fail_session(session, lost)
+
+    def _on_message(self, peer: bytes, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(peer, message)
+            return
+        with self._lock:
+            session = next((session for session in self._sessions.values() if session.peer == peer), None)
+        if session is None:
+            logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
+            return
+        if isinstance(message, TransferRequest):
+            self._on_request(session, message)
+        elif isinstance(message, LayerDone | Complete | Failure | Reference):
+            self._on_request_message(session, message)
+        else:
+            logger.warning("ignored a %s from %s", type(message).__name__, session.engine_id)
+
+    def _on_hello(self, peer: bytes, hello: Hello) -> None:
+        listener = self._listener
+        if listener is None:
+            return
+        try:
+            if hello.protocol != PROTOCOL_VERSION:
+                advice = "run the same pdtx on both sides"
+                raise IncompatiblePeer("protocol", str(hello.protocol), str(PROTOCOL_VERSION), advice)
+            check_compatible(hello.cache, self.description)
+            layout = layout_of(hello.cache)
+        except IncompatiblePeer as error:
+            logger.warning("refused %s: %s", hello.engine_id, error)
+            listener.send(peer, Reject(field=error.field, producer=error.producer, consumer=error.consumer))
+            return
+        except ProtocolError as error:
+            logger.warning("refused %s: %s", hello.engine_id, error)
+            listener.send(peer, Reject(field="cache", producer=str(error)[:1000], consumer="a possible layout"))
+            return
+        session = Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), layout)
+        with self._lock:
+            self._sessions[session.session_id] = session
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION,
+            pdtx_version=__version__,
+            engine_id=self.engine_id,
+            incarnation=session.session_id,
+            session_id=session.session_id,
+            token=session.token,
+            cache=self.description,
+            data_endpoints=self._endpoints,
+            lease_s=self.max_deadline_s,
+            verify="reference" if self.verifies else "off",
+        )
+        listener.send(peer, welcome)
+
+    def _on_request(self, session: Session, ask: TransferRequest) -> None:
+        problem = self._problem(session, ask)
+        if problem is not None:
+            self._send(session, Refuse(request_id=ask.request_id, reason=problem))
+            return
+        shape = (self.cache.num_layers, len(ask.token_ids))
+        deadline = time.monotonic() + min(ask.deadline_s, self.max_deadline_s)
+        request = InboundRequest(session, ask, np.zeros(shape, bool), np.zeros(shape, bool), deadline)
+        with self._lock:
+            self._requests[session.session_id, ask.request_id] = request
+            self._queued.append(request)
+        self._grant_queued()
+
+    def _problem(self, session: Session, ask: TransferRequest) -> str | None:
+        """Say why a request can never be granted, if it cannot."""
+        if not ask.token_ids:
+            return "the prompt has no tokens"
+        if (session.session_id, ask.request_id) in self._requests:
+            return f"request id {ask.request_id} is in use"
+        needed, most = self._blocks_needed(ask), self.cache.num_blocks - 1
+        if needed > most:
+            return f"it needs {needed} blocks and the pool has {most}; start the decode node with more --num-blocks"
+        return None
+
+    def _blocks_needed(self, ask: TransferRequest) -> int:
+        return -(-(len(ask.token_ids) + ask.max_tokens) // self.cache.spec.block_size)
+
+    def _grant_queued(self) -> None:
+        """Grant blocks to waiting requests, first come first served, as long as there are enough."""
+        while True:
+            with self._lock:
+                if not self._queued:
+                    return
+                request = self._queued[0]
+                try:
+                    request.blocks = self.allocator.allocate(self._blocks_needed(request.ask))
+                except OutOfBlocks:
+                    return
+                self._queued.pop(0)
+                request.num_granted = -(-request.num_tokens // self.cache.spec.block_size)
+                request.state = InboundState.RECEIVING
+                grant = Grant(
+                    request_id=request.request_id,
+                    block_ids=request.granted_ids.tolist(),
+                    generations=request.blocks.generations[: request.num_granted].tolist(),
+                    deadline_s=max(0.0, request.deadline - time.monotonic()),
+                )
+            self._send(request.session, grant)
+
+    def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
+        with self._lock:
+            request = self._requests.get((session.session_id, message.request_id))
+        if request is None:
+            logger.info("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
+            return
+        match message:
+            case LayerDone():
+                request.noticed_bytes += message.nbytes
+            case Reference():
+                request.references.put(message)
+            case Failure():
+                reason = f"{session.engine_id} failed in {message.phase}: {message.reason}"
+                self.fail(request, TransferError(reason), tell=False)
+            case Complete():
+                self._on_complete(request, message)
+
+    def _on_complete(self, request: InboundRequest, complete: Complete) -> None:
+        """Accept a request only if every byte that the producer claims has been received here."""
+        with self._lock:
+            missing = request.missing()
+            received, noticed = request.received_bytes, request.noticed_bytes
+            if request.state is not InboundState.RECEIVING:
+                logger.warning("ignored a second completion of request %s", request.request_id)
+                return
+            if missing is None and complete.nbytes == received == noticed:
+                request.complete, request.state = complete, InboundState.READY
+                self._ready.put(request)
+                return
+        claims = (
+            f"claims {complete.nbytes} bytes, noticed {noticed}, received {received}; missing {missing or 'nothing'}"
+        )
+        self.fail(
+            request, TransferError(f"{request.session.engine_id} completed {request.request_id} wrongly: {claims}")
+        )
+
+    # -- payloads, on the mover's threads (the Receiver protocol) ----------------------------------------------------
+
+    def admit(self, session_id: str) -> bytes:
+        """Return the token of a session."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        if session is None:
+            raise AuthenticationFailed("no such session")
+        return session.token
+
+    def place(self, session_id: str, key: TransferKey) -> Placement:
+        """Plan where a payload goes, from this side's own facts."""
+        with self._lock:
+            request = self._requests.get((session_id, key.request_id))
+            if request is None or request.blocks is None or request.state is not InboundState.RECEIVING:
+                raise TransferRefused(f"{key} was not granted")
+            request.expect(key)
+            self.allocator.hold(request.blocks)
+            self._placing[session_id, key] = request
+        source = request.session.layout
+        # The order of the stream depends on the source's layout but not on its block ids, so any will do.
+        stand_in = np.arange(-(-request.num_tokens // source.block_size), dtype=np.int64)
+        try:
+            plan = build_plan(
+                Endpoint(source, stand_in),
+                Endpoint(self._plan_layout, request.granted_ids),
+                range(key.token_start, key.token_stop),
+                range(key.layer_start, key.layer_stop),
+                merge=False,
+            )
+        except PdtxError:
+            self._unplace(session_id, key)
+            raise
+        slices = plan.flat.destination()
+        with self._lock:
+            request.received_runs += len(slices)
+        return Placement(self._region, slices)
+
+    def _unplace(self, session_id: str, key: TransferKey) -> InboundRequest:
+        """Note that nothing writes for key any more; the request may have ended meanwhile."""
+        with self._lock:
+            request = self._placing.pop((session_id, key))
+        if request.blocks is not None:
+            self.allocator.unhold(request.blocks)
+        return request
+
+    def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """Account for a payload that has arrived, or stopped."""
+        if error is None:
+            with self._lock:
+                self._placing[session_id, key].arrive(key, nbytes)
+        request = self._unplace(session_id, key)
+        if error is not None:
+            self.fail(request, error)
+        elif request.error is not None:
+            self._grant_queued()
+
+    def closed(self, session_id: str, reason: str) -> None:
+        """Fail what a producer had under way when its data connection ended."""
+        lost = PeerLost(f"the data connection ended: {reason}")
+        self._fail_where(
+            lambda request: request.session.session_id == session_id and request.state is InboundState.RECEIVING, lost
+        )

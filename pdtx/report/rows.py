@@ -1,0 +1,98 @@
+"""One row a request: what was moved, how fast, and how much of it is wrong."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from pdtx.errors import InputError
+from pdtx.units import format_bytes, format_seconds, gb_per_s
+
+
+class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What became of one request. Sizes in bytes, times in seconds.
+
+    num_runs: runs that the plans had, contiguous on both sides. hidden: share of move_s behind the request's prefill.
+    wrong: elements that differ from the source's; None where nobody looked.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    token_ids: list[int] = []
+    text: str = ""
+    nbytes: int = 0
+    num_runs: int = 0
+    prepare_s: float = 0.0
+    post_s: float = 0.0
+    move_s: float = 0.0
+    hidden: float = 0.0
+    wrong: int | None = None
+    transport: str = ""
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request came to its end and nothing wrong is known of it."""
+        return self.error is None and not self.wrong
+
+
+def render_rows(rows: Sequence[RequestRow], console: Console) -> None:
+    """Print the rows as a table."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("request")
+    for name in ("tokens", "bytes", "runs", "prepare", "post", "move", "GB/s", "hidden", "#wrong"):
+        table.add_column(name, justify="right")
+    table.add_column("via")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    for row in rows:
+        if row.error is not None:
+            console.print(f"{row.request_id}: {row.error}", style="red", markup=False, highlight=False)
+
+
+def _cells(row: RequestRow) -> list[str]:
+    moved = row.move_s > 0
+    return [
+        row.request_id,
+        f"{row.prompt_tokens}",
+        format_bytes(row.nbytes),
+        f"{row.num_runs}",
+        format_seconds(row.prepare_s),
+        format_seconds(row.post_s),
+        format_seconds(row.move_s),
+        f"{gb_per_s(row.nbytes, row.move_s):.2f}" if moved else "-",
+        f"{row.hidden:.0%}" if moved else "-",
+        "unverified" if row.wrong is None else f"{row.wrong}",
+        row.transport,
+    ]
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a result file whole or not at all. Raises InputError where that is impossible."""
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(text + b"\n")
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_rows(text: str) -> list[RequestRow]:
+    """Return the rows of a result document. Raises InputError if it is none."""
+    try:
+        return msgspec.json.decode(text, type=_Document).requests
+    except msgspec.MsgspecError as error:
+        raise InputError(f"not a result of pdtx-prefill: {error}") from None
+
+
+class _Document(msgspec.Struct):
+    requests: list[RequestRow]

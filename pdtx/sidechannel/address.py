@@ -1,0 +1,33 @@
+"""HOST:PORT addresses."""
+
+import ipaddress
+import socket
+
+from pdtx.errors import InputError
+
+WILDCARDS = ("*", "0.0.0.0", "::")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of 'HOST:PORT', '[::1]:PORT' or either with 'tcp://' before it. Raises InputError."""
+    host, colon, port = text.removeprefix("tcp://").rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not colon or not host or (":" in host and not bracketed) or not port.isdecimal() or int(port) > 65535:
+        raise InputError(f"not an address: {text!r}; write HOST:PORT, for example 127.0.0.1:5600 or [::1]:5600")
+    return ("0.0.0.0" if host == "*" else host), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return 'HOST:PORT', the host in brackets where it has colons."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether everything the host resolves to stays on this machine; wildcards do not. Raises InputError if nothing."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (socket.gaierror, UnicodeError) as error:
+        raise InputError(f"host {host!r} cannot be resolved: {error}") from None
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)

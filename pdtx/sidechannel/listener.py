@@ -1,0 +1,142 @@
+"""The consumer's end: serves many dialers."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pdtx.errors import AddressInUse, IncompatiblePeer, ProtocolError
+from pdtx.protocol import Bye, Message, Reject, encode
+from pdtx.sidechannel.address import join_address, parse_address
+from pdtx.sidechannel.channel import HEARTBEAT, Channel, require_protection
+from pdtx.sidechannel.keys import Security
+
+logger = logging.getLogger(__name__)
+
+
+class _AllowedKeys:
+    """Who may connect: asked by the authenticator's thread."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self._keys = frozenset(keys)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client's public key (Z85) is allowed."""
+        return key in self._keys
+
+
+class Listener(Channel):
+    """Serves dialers at address ("HOST:PORT"; port 0 takes any).
+
+    on_message(peer, message), on_lost(peer, reason): called on this channel's thread, so they must be short. A peer
+    that was lost is forgotten; what it says later comes from a new peer.
+    endpoint: the bound address, "HOST:PORT". rejected: how many malformed messages came.
+    Raises AddressInUse, or InputError for an address that needs keys.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[bytes, Message], None],
+        on_lost: Callable[[bytes, str], None],
+        *,
+        security: Security,
+        heartbeat_s: float = 1.0,
+        silence_s: float = 5.0,
+    ) -> None:
+        host, port = parse_address(address)
+        require_protection(host, security)
+        super().__init__(zmq.ROUTER, security, heartbeat_s, silence_s)
+        self._on_message, self._on_lost = on_message, on_lost
+        self._heard_at: dict[bytes, float] = {}
+        self._beat_at = time.monotonic()
+        self.rejected = 0
+        self._authenticator = self._authenticate()
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.bind(f"tcp://{join_address(host, port)}")
+        except zmq.ZMQError as error:
+            self._release()
+            raise AddressInUse(f"cannot listen on {address}: {error.strerror}; choose another port") from None
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.endpoint = join_address(host, parse_address(bound)[1])
+        self._thread.start()
+
+    def _authenticate(self) -> ThreadAuthenticator | None:
+        own = self.security.own
+        if own is None:
+            return None
+        authenticator = ThreadAuthenticator(self._context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", _AllowedKeys(self.security.peer_public))
+        self._socket.curve_secretkey, self._socket.curve_publickey = own.secret, own.public
+        self._socket.curve_server = True
+        return authenticator
+
+    def _release(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        super()._release()
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Send a message to a peer; one that is gone does not get it. Safe from any thread, never blocks."""
+        self._queue(peer, message)
+
+    def peers(self) -> int:
+        """How many peers are there."""
+        return len(self._heard_at)
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def _receive_one(self) -> tuple[bytes, bytes]:
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        # Anything but identity and one frame is no message of ours; it fails to decode.
+        return frames[0], frames[1] if len(frames) == 2 else b""
+
+    def _send(self, peer: bytes, data: bytes) -> None:
+        try:
+            self._socket.send_multipart((peer, data), zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose(peer, "it does not take its messages")
+        except zmq.ZMQError as error:
+            self._lose(peer, f"it is not connected ({error.strerror})")
+
+    def _heard(self, peer: bytes) -> None:
+        self._heard_at[peer] = time.monotonic()
+
+    def _deliver(self, peer: bytes, message: Message) -> None:
+        if isinstance(message, Bye):
+            self._lose(peer, message.reason)
+        else:
+            self._on_message(peer, message)
+
+    def _malformed(self, peer: bytes, error: ProtocolError) -> None:
+        self.rejected += 1
+        logger.warning("a peer sent no message of ours: %s", error)
+        if isinstance(error, IncompatiblePeer):
+            reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer)
+            self._send(peer, encode(reject))
+
+    def _lose(self, peer: bytes, reason: str) -> None:
+        if self._heard_at.pop(peer, None) is not None:
+            self._call(lambda: self._on_lost(peer, reason))
+
+    def _tend(self, now: float) -> None:
+        if now - self._beat_at < self.heartbeat_s:
+            return
+        # If this thread itself was stopped, the peers have had no chance to be heard: start counting afresh.
+        if now - self._beat_at > self.silence_s:
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._beat_at = now
+        for peer, heard in list(self._heard_at.items()):
+            if now - heard > self.silence_s:
+                self._lose(peer, f"nothing heard for {self.silence_s:g} s")
+            else:
+                self._send(peer, HEARTBEAT)
+
+    def _say_bye(self, bye: Bye) -> None:
+        data = encode(bye)
+        for peer in list(self._heard_at):
+            self._send(peer, data)

@@ -1,0 +1,26 @@
+"""Movers: how bytes get from one node's cache into another's."""
+
+from pdtx.transports.base import (
+    Connection,
+    Mover,
+    Placement,
+    Receiver,
+    Region,
+    TransferHandle,
+    TransferKey,
+    TransferState,
+)
+from pdtx.transports.registry import make_mover, mover_names
+
+__all__ = [
+    "Connection",
+    "Mover",
+    "Placement",
+    "Receiver",
+    "Region",
+    "TransferHandle",
+    "TransferKey",
+    "TransferState",
+    "make_mover",
+    "mover_names",
+]

@@ -1,0 +1,184 @@
+"""The in-process mover: both nodes in one process, one copy straight from cache to cache. For tests and trials."""
+
+import hmac
+import itertools
+import logging
+import threading
+from typing import ClassVar
+
+from pdtx.errors import (
+    AddressInUse,
+    AuthenticationFailed,
+    InputError,
+    PdtxError,
+    PeerLost,
+    PeerUnreachable,
+    TransferError,
+    TransferRefused,
+)
+from pdtx.plan import Runs, Slices
+from pdtx.transports.base import (
+    Connection,
+    Mover,
+    Placement,
+    Receiver,
+    Region,
+    TransferHandle,
+    TransferKey,
+)
+from pdtx.transports.iovec import check_placement, check_within
+from pdtx.transports.outbox import DeadlineWatch, Outbox
+from pdtx.transports.units import UnitGrid, common_unit
+from pdtx.transports.wire import join_address, split_address
+
+logger = logging.getLogger(__name__)
+
+_COPY_BYTES = 8 << 20
+_JOIN_S = 0.8
+
+_lock = threading.Lock()
+_listeners = dict[str, "_Listener"]()
+_ports = itertools.count(1)
+
+
+class _Listener:
+    """One address of this process that producers can connect to."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.connections = list[InprocConnection]()
+
+
+class InprocMover(Mover):
+    """See Mover. Addresses look like HOST:PORT but live in a table of this process."""
+
+    name: ClassVar[str] = "inproc"
+
+    def __init__(self) -> None:
+        self._watch = DeadlineWatch("pdtx-inproc")
+        self._addresses = list[str]()
+        self._connections = list[InprocConnection]()
+        self._closed = False
+
+    def listen(self, address: str, receiver: Receiver) -> str:
+        """Accept connections, see Mover."""
+        host, port = split_address(address)
+        with _lock:
+            self._check_open()
+            if port == 0:
+                free = (join_address(host, number) for number in _ports)
+                address = next(candidate for candidate in free if candidate not in _listeners)
+            if address in _listeners:
+                raise AddressInUse(f"cannot listen at {address}: it is taken in this process")
+            _listeners[address] = _Listener(receiver)
+            self._addresses.append(address)
+        return address
+
+    def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
+        """Open a connection, see Mover."""
+        with _lock:
+            self._check_open()
+            listener = _listeners.get(address)
+        if listener is None:
+            raise PeerUnreachable(f"nobody answers at {address} in this process")
+        if not hmac.compare_digest(listener.receiver.admit(session_id), token):
+            raise AuthenticationFailed(f"{address} does not know the token of session {session_id}")
+        connection = InprocConnection(address, session_id, listener.receiver, self._watch)
+        with _lock:
+            listener.connections.append(connection)
+            self._connections.append(connection)
+        return connection
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this in-process mover is closed")
+
+    def close(self) -> None:
+        """Stop listening and end all connections, see Mover."""
+        with _lock:
+            self._closed = True
+            listeners = [_listeners.pop(address) for address in self._addresses]
+            self._addresses.clear()
+            own, self._connections = self._connections, []
+        for connection in own:
+            connection.close()
+        for listener in listeners:
+            for connection in listener.connections:
+                connection.lose()
+        self._watch.close()
+
+
+class InprocConnection(Connection):
+    """See Connection. One thread copies, so that put() returns at once here too."""
+
+    def __init__(self, address: str, session_id: str, receiver: Receiver, watch: DeadlineWatch) -> None:
+        self._address, self._session_id, self._receiver = address, session_id, receiver
+        self._outbox = Outbox[tuple[Region, Slices]](watch)
+        self._reason = "the producer closed the connection"
+        self._thread = threading.Thread(target=self._run, name="pdtx-inproc-copy", daemon=True)
+        self._thread.start()
+
+    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Queue a transfer, see Connection."""
+        slices = runs.source()
+        check_within(slices, region.nbytes, "the source")
+        handle = TransferHandle(key, slices.total, self._address, deadline)
+        self._outbox.put(handle, (region, slices))
+        return handle
+
+    def close(self) -> None:
+        """End the connection, see Connection."""
+        self._outbox.close()
+        self._join()
+
+    def lose(self) -> None:
+        """End the connection because the consumer has gone."""
+        self._reason = "the consumer closed"
+        self._outbox.close(PeerLost(f"{self._address} closed the connection"))
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+            if self._thread.is_alive():
+                logger.warning("%s to %s is stuck in its receiver and left behind", self._thread.name, self._address)
+
+    def _run(self) -> None:
+        while (job := self._outbox.next()) is not None:
+            handle, (region, slices) = job
+            try:
+                self._move(handle, region, slices)
+            except PdtxError as error:
+                handle.finish(error)
+            except Exception as error:
+                logger.exception("the receiver failed on %s", handle.key)
+                handle.finish(TransferError(f"{handle.peer} could not take {handle.key}: {error}"))
+            else:
+                handle.finish()
+        self._receiver.closed(self._session_id, self._reason)
+
+    def _move(self, handle: TransferHandle, region: Region, slices: Slices) -> None:
+        try:
+            placement = self._receiver.place(self._session_id, handle.key)
+        except PdtxError as error:
+            raise TransferRefused(f"{handle.peer} refused {handle.key}: {error}") from None
+        try:
+            check_placement(placement, handle.nbytes)
+            if handle.state.final:
+                # Its deadline came while the receiver made up its mind: the source may be gone.
+                raise TransferError(f"{handle.key} has ended before a byte moved")
+            copy_slices(Placement(region, slices), placement)
+        except PdtxError as error:
+            self._receiver.placed(self._session_id, handle.key, 0, error)
+            raise TransferRefused(f"{handle.peer} refused {handle.key}: {error}") from None
+        handle.mark_sent()
+        self._receiver.placed(self._session_id, handle.key, handle.nbytes, None)
+
+
+def copy_slices(source: Placement, destination: Placement) -> None:
+    """Copy the bytes of source to destination, both of the same size, in stream order; any devices."""
+    unit = common_unit(source.slices, destination.slices)
+    reading = UnitGrid(source.region.memory, source.slices, unit)
+    writing = UnitGrid(destination.region.memory, destination.slices, unit)
+    for first, stop in reading.pieces(_COPY_BYTES):
+        writing.put(first, stop, reading.take(first, stop))

@@ -1,0 +1,113 @@
+"""Scatter/gather I/O: byte ranges as iovec arrays built by numpy, moved by the C library's writev and readv.
+
+An iovec array is uint64, shape (n, 2): address and length of each range, the layout of C's struct iovec[n].
+The system calls go through ctypes because Python's own take one memoryview per range, which costs more than the copy;
+ctypes releases the GIL meanwhile.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from pdtx.errors import PlanError, TransferRefused
+from pdtx.plan import Slices
+from pdtx.transports.base import Placement
+
+Iovecs = npt.NDArray[np.uint64]
+VectorCall = Callable[[int, int, int], int]
+
+# The kernel refuses more ranges than this in one call.
+IOV_MAX = 1024
+_IOVEC_BYTES = 16
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _vector_call(name: str) -> VectorCall:
+    function = getattr(_libc, name)
+    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    function.restype = ctypes.c_ssize_t
+
+    def call(fd: int, iovecs: int, count: int) -> int:
+        moved = int(function(fd, iovecs, count))
+        if moved < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return moved
+
+    return call
+
+
+writev = _vector_call("writev")
+"""writev(fd, address of the iovecs, their number) -> bytes written. Raises OSError."""
+
+readv = _vector_call("readv")
+"""readv(fd, address of the iovecs, their number) -> bytes read, 0 at the end of the stream. Raises OSError."""
+
+
+def iovecs(base: int, slices: Slices) -> Iovecs:
+    """Return the ranges of a region that starts at address base, shape (n, 2)."""
+    vectors = np.empty((len(slices), 2), np.uint64)
+    vectors[:, 0] = slices.offsets
+    vectors[:, 0] += np.uint64(base)
+    vectors[:, 1] = slices.nbytes
+    return vectors
+
+
+def range_of(address: int, nbytes: int) -> Iovecs:
+    """Return one contiguous range, shape (1, 2)."""
+    return np.array([[address, nbytes]], np.uint64)
+
+
+def check_within(slices: Slices, nbytes: int, what: str) -> None:
+    """Raise PlanError unless every range lies inside a region of nbytes; what names the region in the message."""
+    bad = np.flatnonzero(
+        (slices.offsets < 0)
+        | (slices.nbytes < 0)
+        | (slices.nbytes > nbytes)
+        | (slices.offsets > nbytes - slices.nbytes)
+    )
+    if len(bad):
+        at = int(bad[0])
+        raise PlanError(
+            f"run {at} covers {int(slices.nbytes[at])} bytes from byte {int(slices.offsets[at])} of {what}, "
+            f"beyond its region of {nbytes}"
+        )
+
+
+def check_placement(placement: Placement, nbytes: int) -> None:
+    """Raise TransferRefused or PlanError unless a payload of nbytes fits exactly where it is to go."""
+    if placement.slices.total != nbytes:
+        raise TransferRefused(f"the payload has {nbytes} bytes, the consumer's plan {placement.slices.total}")
+    check_within(placement.slices, placement.region.nbytes, "the destination")
+
+
+class IovecCursor:
+    """How far a sequence of calls has come in an iovec array. Moves over partial calls without a loop per range."""
+
+    def __init__(self, vectors: Iovecs) -> None:
+        # A copy: the range under way is narrowed in place.
+        self._vectors = np.array(vectors, np.uint64, order="C", copy=True)
+        self._ends = np.cumsum(self._vectors[:, 1], dtype=np.uint64)
+        self._address = self._vectors.ctypes.data
+        self._at = 0
+        self.done = 0
+        self.total = int(self._ends[-1]) if len(self._ends) else 0
+
+    def move(self, call: VectorCall, fd: int) -> int:
+        """Make one call on what is left; return the bytes it moved. Raises OSError."""
+        count = min(IOV_MAX, len(self._vectors) - self._at)
+        moved = call(fd, self._address + _IOVEC_BYTES * self._at, count)
+        self._advance(moved)
+        return moved
+
+    def _advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        self._at = int(self._ends.searchsorted(np.uint64(self.done), side="right"))
+        if self._at < len(self._vectors):
+            vector, left = self._vectors[self._at], self._ends[self._at] - np.uint64(self.done)
+            vector[0] += vector[1] - left
+            vector[1] = left

@@ -1,0 +1,126 @@
+"""What every producer's connection needs: an ordered queue of transfers, and a watch over their deadlines."""
+
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+from pdtx.errors import PdtxError
+from pdtx.transports.base import TransferHandle
+
+Job = TypeVar("Job")
+
+
+class DeadlineWatch:
+    """Ends transfers at their deadlines, whatever the thread that moves them is stuck in. One per mover."""
+
+    def __init__(self, name: str) -> None:
+        self._open = dict[TransferHandle, None]()
+        self._next = float("inf")
+        self._closed = False
+        self._changed = threading.Condition()
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def add(self, handle: TransferHandle) -> None:
+        """Watch over a transfer until it ends."""
+        with self._changed:
+            if self._closed:
+                return
+            self._open[handle] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name=f"{self._name}-deadlines", daemon=True)
+                self._thread.start()
+            if handle.deadline < self._next:
+                self._next = handle.deadline
+                self._changed.notify_all()
+        handle.on_end(self._forget)
+
+    def _forget(self, handle: TransferHandle) -> None:
+        with self._changed:
+            self._open.pop(handle, None)
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                left = self._next - time.monotonic()
+                if not self._closed and left > 0:
+                    # The longest wait that a platform's condition accepts is enough: the loop comes round again.
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
+                    continue
+                if self._closed:
+                    return
+                now = time.monotonic()
+                late = [handle for handle in self._open if handle.deadline <= now]
+                open_deadlines = (handle.deadline for handle in self._open if handle.deadline > now)
+                self._next = min(open_deadlines, default=float("inf"))
+            # Outside the lock: the end of a transfer calls back into _forget and into users' code.
+            for handle in late:
+                handle.expire()
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class Outbox(Generic[Job]):
+    """The transfers of one connection that have not ended, and the queue of those not begun. Safe from many threads."""
+
+    def __init__(self, watch: DeadlineWatch) -> None:
+        self._watch = watch
+        self._queue = deque[tuple[TransferHandle, Job]]()
+        self._open = dict[TransferHandle, None]()
+        self._closed = False
+        self._lost: PdtxError | None = None
+        self._changed = threading.Condition()
+
+    def put(self, handle: TransferHandle, job: Job) -> None:
+        """Queue a transfer; it ends at once if the outbox is closed."""
+        with self._changed:
+            accepted = not self._closed
+            if accepted:
+                self._queue.append((handle, job))
+                self._open[handle] = None
+                self._changed.notify()
+        if not accepted:
+            self._end(handle)
+            return
+        handle.on_end(self._forget)
+        self._watch.add(handle)
+
+    def _forget(self, handle: TransferHandle) -> None:
+        with self._changed:
+            self._open.pop(handle, None)
+
+    def next(self) -> tuple[TransferHandle, Job] | None:
+        """Wait for the next transfer and mark it as moving; None when the outbox is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return None
+                handle, job = self._queue.popleft()
+            if handle.post():
+                return handle, job
+
+    def close(self, lost: PdtxError | None = None) -> None:
+        """End every transfer: as FAILED with lost, or as abort() says where this side gives up. The first call counts."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed, self._lost = True, lost
+            handles = list(self._open)
+            self._queue.clear()
+            self._changed.notify_all()
+        for handle in handles:
+            self._end(handle)
+
+    def _end(self, handle: TransferHandle) -> None:
+        if self._lost is None:
+            handle.abort("the connection was closed")
+        else:
+            handle.finish(self._lost)

@@ -1,0 +1,48 @@
+"""Movers by name: those that come with pdtx, and others' through the entry point group "pdtx.movers"."""
+
+from importlib.metadata import entry_points
+
+from pdtx.errors import InputError
+from pdtx.transports.base import Mover
+
+_GROUP = "pdtx.movers"
+_BUILT_IN = ("inproc", "tcp")
+
+
+def mover_names() -> list[str]:
+    """Return the names that make_mover knows here."""
+    return sorted({*_BUILT_IN, *entry_points(group=_GROUP).names})
+
+
+def make_mover(name: str, **options: object) -> Mover:
+    """Make a mover. options are those of its class.
+
+    Raises InputError for an unknown name, an option the mover does not have, or a package that does not load.
+    """
+    try:
+        mover = _mover_class(name)(**options)
+    except TypeError as error:
+        raise InputError(f"the options of mover {name!r}: {error}") from None
+    if not isinstance(mover, Mover):
+        raise InputError(f"the entry point {name!r} of {_GROUP} makes no Mover but a {type(mover).__name__}")
+    return mover
+
+
+def _mover_class(name: str) -> type[Mover]:
+    # Imported here: a run with one mover need not load the others' libraries.
+    if name == "tcp":
+        from pdtx.transports.tcp import TcpMover
+
+        return TcpMover
+    if name == "inproc":
+        from pdtx.transports.inproc import InprocMover
+
+        return InprocMover
+    found = list(entry_points(group=_GROUP, name=name))
+    if not found:
+        raise InputError(f"unknown mover {name!r}; one of {', '.join(mover_names())}")
+    try:
+        loaded: type[Mover] = found[0].load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"mover {name!r} of {found[0].value} does not load: {error}") from None
+    return loaded

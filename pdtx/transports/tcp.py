@@ -1,0 +1,135 @@
+"""The TCP mover: scatter/gather straight between paged caches over plain sockets.
+
+The consumer's own plan decides where bytes go; no address crosses the wire. Both sides prove the session's token, but
+payloads are neither encrypted nor signed: use it inside a network that is trusted to carry them.
+"""
+
+import os
+import select
+import socket
+import threading
+import time
+from typing import ClassVar
+
+from pdtx.errors import DeadlineExceeded, InputError, PeerUnreachable
+from pdtx.transports.base import Connection, Mover, Receiver, Region
+from pdtx.transports.bounce import BounceStage, DirectStage, Stage
+from pdtx.transports.outbox import DeadlineWatch
+from pdtx.transports.tcp_consumer import ConsumerOptions, TcpListener
+from pdtx.transports.tcp_handshake import prove_to_consumer
+from pdtx.transports.tcp_producer import TcpConnection
+from pdtx.transports.wire import Wire, milliseconds, resolve, set_buffers
+
+
+class TcpMover(Mover):
+    """See Mover.
+
+    socket_buffer_bytes: fixed kernel buffers; default: they grow by themselves.
+    stall_s: seconds without a byte after which a consumer gives up a payload and its connection.
+    max_payload_bytes: a consumer ends the connection of whoever announces more in one payload.
+    advertise_host: what others connect to, needed where the address listened at is a wildcard.
+    bounce: go through host buffers of bounce_bytes even where system calls reach the memory.
+    """
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(
+        self,
+        *,
+        socket_buffer_bytes: int | None = None,
+        stall_s: float = 30.0,
+        max_payload_bytes: int = 1 << 40,
+        advertise_host: str | None = None,
+        bounce: bool = False,
+        bounce_bytes: int = 8 << 20,
+    ) -> None:
+        if stall_s <= 0 or max_payload_bytes < 0 or bounce_bytes < 1:
+            raise InputError(
+                "the TCP mover needs stall_s above 0, max_payload_bytes of 0 and bounce_bytes of 1 or more"
+            )
+        self._options = ConsumerOptions(stall_s, max_payload_bytes, socket_buffer_bytes, advertise_host)
+        self._bounce, self._bounce_bytes = bounce, bounce_bytes
+        self._watch = DeadlineWatch("pdtx-tcp")
+        self._lock = threading.Lock()
+        self._listeners = list[TcpListener]()
+        self._connections = set[TcpConnection]()
+        self._closed = False
+
+    def _stage_of(self, region: Region) -> Stage:
+        return BounceStage(self._bounce_bytes) if self._bounce or not region.on_cpu else DirectStage()
+
+    def listen(self, address: str, receiver: Receiver) -> str:
+        """Accept connections, see Mover."""
+        with self._lock:
+            self._check_open()
+            listener = TcpListener(address, receiver, self._options, self._stage_of)
+            self._listeners.append(listener)
+        return listener.address
+
+    def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
+        """Open a connection, see Mover. Raises also ProtocolError if the peer is of another version."""
+        sock = _dial(address, self._options.socket_buffer_bytes, deadline)
+        wire = Wire(sock, address)
+        try:
+            prove_to_consumer(wire, session_id, token, deadline)
+            with self._lock:
+                self._check_open()
+                connection = TcpConnection(wire, self._watch, self._stage_of, self._forget)
+                self._connections.add(connection)
+        except BaseException:
+            wire.close()
+            raise
+        return connection
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this TCP mover is closed")
+
+    def _forget(self, connection: TcpConnection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+    def close(self) -> None:
+        """Stop listening and end all connections, see Mover."""
+        with self._lock:
+            self._closed = True
+            connections, listeners = list(self._connections), list(self._listeners)
+        for connection in connections:
+            connection.close()
+        for listener in listeners:
+            listener.close()
+        self._watch.close()
+
+
+def _dial(address: str, buffer_bytes: int | None, deadline: float) -> socket.socket:
+    """Connect to the first meaning of an address that answers. Raises PeerUnreachable or DeadlineExceeded."""
+    reason = "it has no address"
+    for family, target in resolve(address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            set_buffers(sock, buffer_bytes)
+            _connect(sock, target, address, deadline)
+        except OSError as error:
+            sock.close()
+            reason = error.strerror or str(error)
+        except DeadlineExceeded:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise PeerUnreachable(f"nobody answers at {address}: {reason}")
+
+
+def _connect(sock: socket.socket, target: tuple[str, int], address: str, deadline: float) -> None:
+    begun = time.monotonic()
+    sock.setblocking(False)
+    try:
+        sock.connect(target)
+    except BlockingIOError:
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        if not poll.poll(milliseconds(deadline)):
+            raise DeadlineExceeded("a connection", address, round(time.monotonic() - begun, 3)) from None
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code)) from None

@@ -1,0 +1,103 @@
+"""What crosses a TCP connection after the handshake: payload headers one way, acknowledgements the other.
+
+A payload is its header and then nbytes of data. Every payload gets exactly one acknowledgement, in order. Integers are
+in network order.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pdtx.errors import InputError, ProtocolError
+from pdtx.transports.base import TransferKey
+
+MAX_ID_BYTES = 128
+MAX_TEXT_BYTES = 512
+
+_HEADER_MAGIC, _ACK_MAGIC = b"KVpt", b"KVak"
+_HEADER = struct.Struct(f"!4sQQIIQQH{MAX_ID_BYTES}s")
+_ACK = struct.Struct("!4sQBH")
+
+HEADER_BYTES = _HEADER.size
+ACK_BYTES = _ACK.size
+
+
+class Status(IntEnum):
+    """What became of a payload."""
+
+    DELIVERED = 0
+    REFUSED = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class Header:
+    """The head of one payload. sequence counts the payloads of a connection from 0."""
+
+    sequence: int
+    nbytes: int
+    key: TransferKey
+
+    def pack(self) -> bytes:
+        """Return HEADER_BYTES. Raises InputError if a field does not fit."""
+        key = self.key
+        request_id = bounded_id(key.request_id, "request id")
+        try:
+            return _HEADER.pack(
+                _HEADER_MAGIC,
+                self.sequence,
+                self.nbytes,
+                key.layer_start,
+                key.layer_stop,
+                key.token_start,
+                key.token_stop,
+                len(request_id),
+                request_id,
+            )
+        except struct.error:
+            raise InputError(f"{key} has a number that no payload header holds") from None
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Header":
+        """Read HEADER_BYTES. Raises ProtocolError."""
+        magic, sequence, nbytes, layer_start, layer_stop, token_start, token_stop, length, raw = _HEADER.unpack(data)
+        if magic != _HEADER_MAGIC or length > MAX_ID_BYTES:
+            raise ProtocolError("what should be a payload header is none")
+        try:
+            request_id = raw[:length].decode()
+        except UnicodeDecodeError:
+            raise ProtocolError("a payload header whose request id is not UTF-8") from None
+        if layer_start > layer_stop or token_start > token_stop:
+            raise ProtocolError("a payload header whose ranges end before they start")
+        return cls(sequence, nbytes, TransferKey(request_id, layer_start, layer_stop, token_start, token_stop))
+
+
+@dataclass(frozen=True)
+class Ack:
+    """The head of an acknowledgement; text_bytes of UTF-8 follow, the reason where the payload was not delivered."""
+
+    sequence: int
+    status: Status
+    text_bytes: int
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Ack":
+        """Read ACK_BYTES. Raises ProtocolError."""
+        magic, sequence, status, text_bytes = _ACK.unpack(data)
+        if magic != _ACK_MAGIC or status not in tuple(Status) or text_bytes > MAX_TEXT_BYTES:
+            raise ProtocolError("what should be an acknowledgement is none")
+        return cls(sequence, Status(status), text_bytes)
+
+
+def pack_ack(sequence: int, status: Status, text: str = "") -> bytes:
+    """Return an acknowledgement with its text, which is cut at MAX_TEXT_BYTES."""
+    data = text.encode()[:MAX_TEXT_BYTES]
+    return _ACK.pack(_ACK_MAGIC, sequence, status, len(data)) + data
+
+
+def bounded_id(text: str, what: str) -> bytes:
+    """Return an id as bytes. Raises InputError if it is longer than MAX_ID_BYTES."""
+    data = text.encode()
+    if len(data) > MAX_ID_BYTES:
+        raise InputError(f"{what} of {len(data)} bytes; at most {MAX_ID_BYTES} fit")
+    return data

@@ -1,0 +1,213 @@
+"""A connected socket on which every wait has a deadline, and every failure is one of our errors."""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from pdtx.errors import DeadlineExceeded, InputError, PeerLost
+from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, readv, writev
+
+FOREVER = float("inf")
+
+# Probes start after this many silent seconds, so that a dead host is noticed on an idle connection.
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 15, 5, 3
+# The kernel gives up on bytes nobody acknowledges. It also counts the time in which a peer's window is shut, so it must
+# stay well above what a busy consumer may take before it reads on.
+_USER_TIMEOUT_MS = 120_000
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT" or "[V6]:PORT". Raises InputError."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not port.isdigit() or int(port) > 65535 or not host or (":" in host and not bracketed):
+        raise InputError(f"not an address: {address!r}; write HOST:PORT or [IPV6]:PORT")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return "HOST:PORT", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(address: str, *, passive: bool = False) -> list[tuple[int, tuple[str, int]]]:
+    """Return (family, socket address) of each meaning of an address. Raises InputError if there is none."""
+    host, port = split_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0)
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"cannot resolve {host!r}: {getattr(error, 'strerror', None) or error}") from None
+    return [(family, target) for family, _, _, _, target in found]  # type: ignore[misc]
+
+
+def set_buffers(sock: socket.socket, nbytes: int | None) -> None:
+    """Fix the kernel's buffers, before connecting or listening; None leaves them to grow by themselves."""
+    if nbytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
+
+def tune(sock: socket.socket) -> None:
+    """Set the options of a connected socket."""
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+
+
+def milliseconds(deadline: float) -> int | None:
+    """Return what poll() takes to wait until deadline, at least one millisecond past it."""
+    if deadline == FOREVER:
+        return None
+    return min(int(max(0.0, deadline - time.monotonic()) * 1000) + 1, 2**31 - 1)
+
+
+class Wire:
+    """One connected socket. One thread may send while another receives; any may shut it down.
+
+    Sending and receiving raise PeerLost where the connection has ended, and DeadlineExceeded at `deadline`
+    (time.monotonic()) or after `stall_s` seconds without a byte; `phase` says in it what was waited for.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        tune(sock)
+        self.peer = peer
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Wire":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def send(self, data: bytes, phase: str, deadline: float = FOREVER) -> None:
+        """Send all of data."""
+        view = memoryview(data)
+
+        def step() -> int:
+            nonlocal view
+            sent = self._sock.send(view)
+            view = view[sent:]
+            return sent
+
+        self._all(step, len(data), select.POLLOUT, phase, deadline, FOREVER)
+
+    def receive(self, nbytes: int, phase: str, deadline: float = FOREVER) -> bytes:
+        """Receive exactly nbytes, a small number."""
+        view = memoryview(bytearray(nbytes))
+        left = view
+
+        def step() -> int:
+            nonlocal left
+            got = self._sock.recv_into(left)
+            left = left[got:]
+            return self._some(got)
+
+        self._all(step, nbytes, select.POLLIN, phase, deadline, FOREVER)
+        return bytes(view)
+
+    def send_vectors(
+        self, vectors: Iovecs, phase: str, deadline: float = FOREVER, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Send the ranges; progress is told the bytes of each step."""
+        self._vectors(writev, vectors, select.POLLOUT, phase, deadline, FOREVER, progress)
+
+    def receive_vectors(
+        self,
+        vectors: Iovecs,
+        phase: str,
+        deadline: float = FOREVER,
+        stall_s: float = FOREVER,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill the ranges; progress is told the bytes of each step."""
+        self._vectors(readv, vectors, select.POLLIN, phase, deadline, stall_s, progress)
+
+    def _vectors(
+        self,
+        call: VectorCall,
+        vectors: Iovecs,
+        event: int,
+        phase: str,
+        deadline: float,
+        stall_s: float,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        cursor = IovecCursor(vectors)
+
+        def step() -> int:
+            moved = self._some(cursor.move(call, self._fd))
+            if progress is not None:
+                progress(moved)
+            return moved
+
+        self._all(step, cursor.total, event, phase, deadline, stall_s)
+
+    def discard(self, nbytes: int, phase: str, stall_s: float) -> None:
+        """Receive nbytes and throw them away."""
+        scrap = memoryview(bytearray(min(nbytes, 1 << 20)))
+        left = nbytes
+
+        def step() -> int:
+            nonlocal left
+            got = self._some(self._sock.recv_into(scrap[: min(left, len(scrap))]))
+            left -= got
+            return got
+
+        self._all(step, nbytes, select.POLLIN, phase, FOREVER, stall_s)
+
+    def wait_for_data(self) -> None:
+        """Wait, for ever, until something can be received or the connection has ended."""
+        self._poll(select.POLLIN, FOREVER)
+
+    def _some(self, received: int) -> int:
+        if received == 0:
+            raise PeerLost(f"{self.peer} closed the connection")
+        return received
+
+    def _all(
+        self, step: Callable[[], int], nbytes: int, event: int, phase: str, deadline: float, stall_s: float
+    ) -> None:
+        """Repeat step, which moves some bytes, until nbytes are through."""
+        begun = last = time.monotonic()
+        done = 0
+        while done < nbytes:
+            try:
+                done += step()
+                last = time.monotonic()
+            except (BlockingIOError, InterruptedError):
+                self._poll(event, min(deadline, last + stall_s))
+            except OSError as error:
+                raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
+            now = time.monotonic()
+            if done < nbytes and now >= min(deadline, last + stall_s):
+                progress = f"{done} of {nbytes} bytes" + ("" if now >= deadline else f", none for {stall_s:g} s")
+                raise DeadlineExceeded(phase, self.peer, round(now - begun, 3), progress)
+
+    def _poll(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._fd, event)
+        poll.poll(milliseconds(deadline))
+
+    def shutdown(self) -> None:
+        """End the connection for both sides; whoever waits on it wakes up. Idempotent."""
+        with self._lock:
+            if self._sock.fileno() >= 0:
+                try:
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    return  # the peer was faster
+
+    def close(self) -> None:
+        """Give back the descriptor. Only once no thread sends or receives. Idempotent."""
+        with self._lock:
+            self._sock.close()

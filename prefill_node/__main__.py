@@ -1,0 +1,113 @@
+"""`pdtx-prefill`: run prompts through a model here and send their K/V to a decode node."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdtx.cli import options as opt
+from pdtx.cli.common import (
+    configure_logging,
+    emit,
+    load_runner,
+    note,
+    open_cache,
+    open_security,
+    run_app,
+    single_command,
+)
+from pdtx.cli.prompts import read_prompts
+
+
+def prefill(
+    connect: Annotated[str, typer.Option(help="HOST:PORT of the decode node.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts, a line each: plain, or JSON with prompt or token_ids.", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 32,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate --max-tokens whatever comes.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
+    chunk_size: Annotated[int, typer.Option(help="Most prompt tokens computed at a time.", min=1)] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Most prompts under way at once.", min=1)] = 4,
+    deadline: Annotated[float, typer.Option(help="Seconds within which a request must end.", min=0.1)] = 300.0,
+    model: opt.Model = None,
+    dtype: opt.Dtype = "bfloat16",
+    device: opt.Device = "cpu",
+    threads: opt.Threads = None,
+    layout: opt.Layout = "flash_attn_nhd",
+    block_size: opt.BlockSize = 16,
+    num_blocks: opt.NumBlocks = 512,
+    key: opt.Key = None,
+    peer_key: opt.PeerKey = None,
+    insecure: opt.Insecure = False,
+    output: Annotated[Path | None, typer.Option(help="Also write the result to this file.", show_default=False)] = None,
+    json: opt.Json = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Compute prompts, ship their K/V to a decode node as layers finish, and print what it generates."""
+    configure_logging(verbose)
+    asked = read_prompts(prompt, prompts)
+    security = open_security(key, peer_key, insecure=insecure)
+    runner = load_runner(model, dtype, device, threads)
+
+    from pdtx.engine import KVProducer
+    from pdtx.transports import make_mover
+    from prefill_node.scheduler import Job, PrefillScheduler
+
+    cache, description = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
+    jobs = [Job(str(one.id), one.tokens(lambda text: runner.encode(text, chat))) for one in asked]
+    with ExitStack() as stack:
+        mover = make_mover("tcp")
+        stack.callback(mover.close)
+        producer = KVProducer(cache, description, mover)
+        stack.callback(producer.close)
+        producer.connect(connect, security=security)
+        note(f"connected to {producer.peer} at {connect}")
+        scheduler = PrefillScheduler(
+            runner,
+            producer,
+            max_tokens=max_tokens,
+            chunk_size=chunk_size,
+            max_num_seqs=max_num_seqs,
+            timeout_s=deadline,
+            ignore_eos=ignore_eos,
+        )
+        rows = scheduler.run(jobs)
+
+    import msgspec
+    from rich.console import Console
+
+    from pdtx.report import machine_facts, render_rows, write_json
+
+    document = {
+        "version": 1,
+        "command": sys.argv,
+        "machine": machine_facts(),
+        "model": {"name": runner.name, "fingerprint": runner.fingerprint, "dtype": dtype},
+        "layout": layout,
+        "block_size": block_size,
+        "requests": msgspec.to_builtins(rows),
+    }
+    if output is not None:
+        write_json(output, document)
+    if json:
+        emit(msgspec.json.encode(document).decode())
+    else:
+        for row in rows:
+            emit(f"[{row.request_id}] {row.text}")
+        render_rows(rows, Console(stderr=True))
+    if not all(row.ok for row in rows):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of `pdtx-prefill`."""
+    run_app(single_command(prefill, "PDTX_PREFILL"), "pdtx-prefill")
+
+
+if __name__ == "__main__":
+    main()
