@@ -19,7 +19,7 @@ from pdtx.cli.common import (
     single_command,
 )
 from pdtx.errors import InputError
-from pdtx.layout import AXIS_NAMES
+from pdtx.layout import AXIS_NAMES, layout_name
 
 
 def decode(
@@ -56,6 +56,7 @@ def decode(
 ) -> None:
     """Serve prefill nodes: receive K/V into this node's own layout, verify them if asked to, and generate."""
     configure_logging(verbose)
+    layout_name(layout)
     security = open_security(key, peer_key, insecure=insecure)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

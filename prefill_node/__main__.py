@@ -19,6 +19,7 @@ from pdtx.cli.common import (
     single_command,
 )
 from pdtx.cli.prompts import read_prompts
+from pdtx.layout import layout_name
 
 
 def prefill(
@@ -34,6 +35,7 @@ def prefill(
     chunk_size: Annotated[int, typer.Option(help="Most prompt tokens computed at a time.", min=1)] = 256,
     max_num_seqs: Annotated[int, typer.Option(help="Most prompts under way at once.", min=1)] = 4,
     deadline: Annotated[float, typer.Option(help="Seconds within which a request must end.", min=0.1)] = 300.0,
+    connect_timeout: Annotated[float, typer.Option(help="Seconds to wait for the decode node.", min=0.1)] = 10.0,
     model: opt.Model = None,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
@@ -50,6 +52,7 @@ def prefill(
 ) -> None:
     """Compute prompts, ship their K/V to a decode node as layers finish, and print what it generates."""
     configure_logging(verbose)
+    layout_name(layout)
     asked = read_prompts(prompt, prompts)
     security = open_security(key, peer_key, insecure=insecure)
     runner = load_runner(model, dtype, device, threads)
@@ -65,7 +68,7 @@ def prefill(
         stack.callback(mover.close)
         producer = KVProducer(cache, description, mover)
         stack.callback(producer.close)
-        producer.connect(connect, security=security)
+        producer.connect(connect, security=security, timeout_s=connect_timeout)
         note(f"connected to {producer.peer} at {connect}")
         scheduler = PrefillScheduler(
             runner,

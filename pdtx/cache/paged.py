@@ -81,12 +81,15 @@ class PagedKVCache:
         """One layer in logical order, whatever lies in memory: shape (2, num_blocks, block_size, heads, channels)."""
         return self._views[layer]
 
-    def _slots(self, block_ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it of tokens start..stop."""
-        if stop > len(block_ids) * self.spec.block_size:
+    def _check_fit(self, block_ids: torch.Tensor, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= len(block_ids) * self.spec.block_size:
             raise CacheError(
                 f"tokens {start}..{stop} do not fit into {len(block_ids)} blocks of {self.spec.block_size} tokens"
             )
+
+    def _slots(self, block_ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and place in it of tokens start..stop."""
+        self._check_fit(block_ids, start, stop)
         positions = torch.arange(start, stop, device=self.device)
         return block_ids[positions // self.spec.block_size], positions % self.spec.block_size
 
@@ -106,9 +109,18 @@ class PagedKVCache:
 
         Raises CacheError if the blocks are too few.
         """
-        blocks, places = self._slots(block_ids, start, stop)
-        view = self._views[layer]
-        return view[0][blocks, places].contiguous(), view[1][blocks, places].contiguous()
+        self._check_fit(block_ids, start, stop)
+        # Whole blocks first, then the slice: several times as fast as an index for every token.
+        size = self.spec.block_size
+        first = start // size
+        used = block_ids[first : -(-stop // size)]
+
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            tokens = part.index_select(0, used).reshape(-1, *part.shape[2:])
+            return tokens[start - first * size : stop - first * size].contiguous()
+
+        key, value = self._views[layer]
+        return gather(key), gather(value)
 
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the bytes of tokens start..stop in the order every layout agrees on.

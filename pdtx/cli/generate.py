@@ -8,6 +8,7 @@ import typer
 from pdtx.cli import options as opt
 from pdtx.cli.common import configure_logging, emit, load_runner, open_cache
 from pdtx.cli.prompts import read_prompts
+from pdtx.layout import layout_name
 
 if TYPE_CHECKING:
     from pdtx.cache import PagedKVCache
@@ -33,6 +34,7 @@ def generate(
 ) -> None:
     """Generate in one process, nothing shipped: what a disaggregated run must equal, token for token."""
     configure_logging(verbose)
+    layout_name(layout)
     asked = read_prompts(prompt, prompts)
     runner = load_runner(model, dtype, device, threads)
     cache, _ = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)

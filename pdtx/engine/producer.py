@@ -336,12 +336,13 @@ class KVProducer:
         self._send(message)
 
     def _give_back(self, request: OutboundRequest) -> None:
-        """Return the blocks to the pool, once, when no transfer can read them any more."""
+        """Return the blocks to the pool, once, when no transfer can read them any more; forget what has ended."""
         with self._changed:
+            if request.finished is not None or request.error is not None:
+                self._requests.pop(request.request_id, None)
             if request.released or request.unsent:
                 return
             request.released = True
-            self._requests.pop(request.request_id, None)
         self.allocator.free(request.blocks)
         with self._changed:
             self._changed.notify_all()

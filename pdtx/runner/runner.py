@@ -163,9 +163,15 @@ class ModelRunner:
 
 
 def greedy(logits: torch.Tensor) -> int:
-    """Return the most likely token of logits (vocab,); the lowest id among equals."""
+    """Return the most likely token of logits (vocab,); the lowest id among equals.
+
+    Raises ModelError if they are not numbers, as after reading pages that nothing was written to.
+    """
     # argmax promises no order among equal logits, which bfloat16 makes common.
-    return int(torch.nonzero(logits == logits.max())[0])
+    best = torch.nonzero(logits == logits.max())
+    if not len(best):
+        raise ModelError("the model computed NaN; its weights or the K/V in the cache are damaged")
+    return int(best[0])
 
 
 def prefill(

@@ -47,6 +47,6 @@ class PagedSequence:
         wrong = ids[(ids < 0) | (ids >= self.cache.num_blocks)]
         if len(wrong):
             raise CacheError(f"block {int(wrong[0])} is not one of the cache's blocks 0..{self.cache.num_blocks - 1}")
-        if len(ids.unique()) != len(ids):
+        if len(set(ids.tolist())) != len(ids):
             raise CacheError(f"a block appears twice among the sequence's {len(ids)} blocks")
         return block_ids.to(self.cache.device)

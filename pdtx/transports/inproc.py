@@ -155,7 +155,10 @@ class InprocConnection(Connection):
                 handle.finish(TransferError(f"{handle.peer} could not take {handle.key}: {error}"))
             else:
                 handle.finish()
-        self._receiver.closed(self._session_id, self._reason)
+        try:
+            self._receiver.closed(self._session_id, self._reason)
+        except Exception:
+            logger.exception("the receiver failed at the end of session %s", self._session_id)
 
     def _move(self, handle: TransferHandle, region: Region, slices: Slices) -> None:
         try:
@@ -168,9 +171,10 @@ class InprocConnection(Connection):
                 # Its deadline came while the receiver made up its mind: the source may be gone.
                 raise TransferError(f"{handle.key} has ended before a byte moved")
             copy_slices(Placement(region, slices), placement)
-        except PdtxError as error:
-            self._receiver.placed(self._session_id, handle.key, 0, error)
-            raise TransferRefused(f"{handle.peer} refused {handle.key}: {error}") from None
+        except (PdtxError, RuntimeError) as error:
+            reason = error if isinstance(error, PdtxError) else TransferError(f"{handle.key} cannot be copied: {error}")
+            self._receiver.placed(self._session_id, handle.key, 0, reason)
+            raise TransferRefused(f"{handle.peer} refused {handle.key}: {reason}") from None
         handle.mark_sent()
         self._receiver.placed(self._session_id, handle.key, handle.nbytes, None)
 

@@ -108,7 +108,7 @@ class Outbox(Generic[Job]):
                 return handle, job
 
     def close(self, lost: PdtxError | None = None) -> None:
-        """End every transfer: as FAILED with lost, or as abort() says where this side gives up. The first call counts."""
+        """End every transfer: as FAILED with lost, else as abort() says. Only the first call counts."""
         with self._changed:
             if self._closed:
                 return

@@ -1,5 +1,7 @@
 """Ranges of a region as rows of equal units, so that torch's index operations can move them on any device."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -28,7 +30,8 @@ class UnitGrid:
         # What a range's place in the region is away from its place in the payload.
         self._shifts = slices.offsets // unit - (self._ends - self._counts)
         # Widest words that fit: devices copy those faster. Bytes after the last whole unit are in no range.
-        size, dtype = next((s, d) for s, d in _WORDS if unit % s == 0 and memory.data_ptr() % s == 0)
+        place = math.gcd(unit, memory.data_ptr(), memory.storage_offset())
+        size, dtype = next((size, dtype) for size, dtype in _WORDS if place % size == 0)
         self._words = unit // size
         self._rows = self.as_rows(memory[: len(memory) // unit * unit], dtype)
 

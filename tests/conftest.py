@@ -1,0 +1,43 @@
+"""Shared by all tests: determinism, hypothesis profiles, and markers for hardware that may be absent."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from pdtx.kvspec import FullAttentionSpec
+
+# Ten attempts at a failure that cannot be run again are worth less than one that can: no clock and, in CI, no chance.
+_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=100, **_COMMON)
+settings.register_profile("ci", max_examples=300, derandomize=True, database=None, **_COMMON)
+settings.load_profile(os.environ.get("PDTX_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    absent = {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "rdma": None if any(Path("/sys/class/infiniband").glob("*")) else "no verbs device",
+    }
+    for item in items:
+        for marker, reason in absent.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """The same random numbers in every test, whichever tests run before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def llama_spec() -> FullAttentionSpec:
+    """One layer of Llama 3 8B as vLLM sees it."""
+    return FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")

@@ -1,0 +1,93 @@
+"""`pdtx demo` as users run it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdtx.runner import demo_model_directory
+from tests.test_nodes import Outcome, run
+from tests.tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Long enough for the demo's prompt of 1,100 tokens.
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+def demo(output: Path, *arguments: str | Path) -> Outcome:
+    return run("pdtx", "demo", "--output", output, *arguments, timeout=360)
+
+
+def test_demo_ends_well_and_writes_its_result(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "result.json"
+    done = demo(output, "--model", model, "--dtype", "float32")
+    assert done.code == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert result["ok"] is True
+    assert result["tokens_equal_one_process"] is True
+    rows = {row["request_id"]: row for row in result["requests"]}
+    assert {name: row["prompt_tokens"] for name, row in rows.items() if name != "sentence"} == {
+        "long": 1100, "one-token": 1, "one-block": 16, "block+1": 17,
+    }  # fmt: skip
+    assert all(row["wrong"] == 0 for row in rows.values())
+    assert "#wrong" in done.stdout
+    assert "ok: every element verified" in done.stderr
+
+
+def test_a_wrong_permutation_fails_and_names_the_coordinate(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    done = demo(output, "--model", model, "--inject-fault", "token,head", "--json")
+    assert done.code == 1
+    assert "ok: every element" not in done.stderr
+    errors = {row["request_id"]: row["error"] for row in json.loads(output.read_text())["requests"]}
+    assert "elements are wrong; first: layer 0 K token" in errors["long"]
+    assert "holds the value of layer 0 K token" in errors["long"]
+    assert json.loads(output.read_text())["ok"] is False
+
+
+def test_different_dtypes_are_refused_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
+    done = demo(tmp_path / "result.json", "--model", model, "--prefill-dtype", "float32")
+    assert done.code == 2
+    assert "dtype is float32 on the prefill side and bfloat16 on the decode side" in done.error
+    assert not (tmp_path / "result.json").exists()
+    left = subprocess.run(["pgrep", "-f", str(model)], capture_output=True, text=True, check=False).stdout.split()
+    assert left in ([], [str(os.getpid())])
+
+
+def test_a_killed_node_ends_the_demo(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pdtx", "demo", "--model", str(model), "--output", str(tmp_path / "r.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "listening" not in process.stderr.readline():
+            assert process.poll() is None
+        subprocess.run(["pkill", "-KILL", "-f", f"decode_node.*{model}"], check=True)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.skipif(
+    not (demo_model_directory() / "config.json").exists() and "CI" not in os.environ,
+    reason="the demo model is not in the cache; run scripts/demo once",
+)
+@pytest.mark.parametrize(
+    ("dtype", "prefill", "decode"),
+    [
+        ("float32", ("flash_attn_nhd", "16"), ("flashinfer_hnd", "32")),
+        ("bfloat16", ("flashinfer_hnd", "32"), ("flash_attn_nhd", "16")),
+    ],
+)
+def test_the_real_model(tmp_path: Path, dtype: str, prefill: tuple[str, str], decode: tuple[str, str]) -> None:
+    done = demo(
+        tmp_path / "result.json", "--dtype", dtype, "--max-tokens", "8",
+        "--prefill-layout", prefill[0], "--prefill-block-size", prefill[1],
+        "--decode-layout", decode[0], "--decode-block-size", decode[1],
+    )  # fmt: skip
+    assert done.code == 0, done.stderr

@@ -1,0 +1,277 @@
+"""The nodes as users run them: real processes, real sockets, a tiny real model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import tiny_checkpoint
+
+# Lengths at the edges of blocks of 16 and 32 tokens.
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63)
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def requests(self) -> dict[str, dict[str, Any]]:
+        return {row["request_id"]: row for row in json.loads(self.stdout)["requests"]}
+
+    @property
+    def error(self) -> str:
+        """The one line that begins with the program's name."""
+        lines = [line for line in self.stderr.splitlines() if "error: " in line]
+        assert len(lines) == 1, self.stderr
+        assert "Traceback" not in self.stderr
+        return lines[0]
+
+
+def run(module: str, *arguments: str | Path, timeout: float = 120) -> Outcome:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+class Decode:
+    """A decode node that serves until it is stopped."""
+
+    def __init__(self, log: Path, *arguments: str | Path) -> None:
+        self.log = log
+        with log.open("w") as stderr:
+            command = [sys.executable, "-m", "decode_node", "--listen", "127.0.0.1:0", "--json", *map(str, arguments)]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, log.read_text()
+        self.address = json.loads(line)["address"]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"id": f"n{n}", "token_ids": [(7 * i + n) % 256 for i in range(n)]} for n in LENGTHS]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, prompts: Path) -> dict[str, list[int]]:
+    """What one process doing both generates."""
+    done = run("pdtx", "generate", "--model", model, *WORK, "--prompts", prompts, "--json")
+    assert done.code == 0, done.stderr
+    return {name: row["token_ids"] for name, row in done.requests.items()}
+
+
+WORK = ("--dtype", "float32", "--threads", "1", "--max-tokens", "8", "--ignore-eos", "--chunk-size", "20")
+NODE = ("--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decode]:
+    """One decode node for many tests: it must outlive whatever a prefill node does."""
+    node = Decode(tmp_path_factory.mktemp("decode") / "log", "--model", model, *NODE, "--verify", "--num-blocks", "24")
+    yield node
+    assert node.process.poll() is None, node.log.read_text()
+    assert node.stop() == 0
+    assert "Traceback" not in node.log.read_text()
+
+
+@pytest.fixture
+def prefill(model: Path, prompts: Path, decode: Decode) -> Callable[..., Outcome]:
+    def go(*arguments: str | Path) -> Outcome:
+        given = [*arguments]
+        defaults = {"--model": model, "--prompts": prompts, "--connect": decode.address}
+        if "--prompt" in given:
+            del defaults["--prompts"]
+        for flag, value in defaults.items():
+            if flag not in given:
+                given += [flag, value]
+        return run("prefill_node", *WORK, "--json", *given)
+
+    return go
+
+
+def assert_serves(prefill: Callable[..., Outcome], alone: dict[str, list[int]]) -> None:
+    """A clean run ends well: every element verified, the tokens those of one process."""
+    done = prefill()
+    assert done.code == 0, done.stderr
+    assert {name: row["token_ids"] for name, row in done.requests.items()} == alone
+    assert {row["wrong"] for row in done.requests.values()} == {0}
+
+
+def test_disaggregated_equals_one_process(prefill: Callable[..., Outcome], alone: dict[str, list[int]]) -> None:
+    done = prefill()
+    assert done.code == 0, done.stderr
+    rows = done.requests
+    assert {name: row["token_ids"] for name, row in rows.items()} == alone
+    assert all(row["wrong"] == 0 and row["error"] is None and row["transport"] == "tcp" for row in rows.values())
+    # 3 layers, K and V, 2 heads of 16 channels, 4 bytes each.
+    assert {name: row["nbytes"] for name, row in rows.items()} == {f"n{n}": n * 3 * 2 * 2 * 16 * 4 for n in LENGTHS}
+    assert all(row["move_s"] > 0 and 0 <= row["hidden"] <= 1 and row["num_runs"] > 0 for row in rows.values())
+
+
+def test_a_pool_smaller_than_all_prompts_makes_them_wait(
+    prefill: Callable[..., Outcome], alone: dict[str, list[int]]
+) -> None:
+    done = prefill("--num-blocks", "6", "--max-num-seqs", "8")
+    assert done.code == 0, done.stderr
+    assert {name: row["token_ids"] for name, row in done.requests.items()} == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--layout", "flashattn_nhdx"), 2, "unknown layout 'flashattn_nhdx'; one of flash_attn_nhd"),
+        (("--model", "/nowhere/at/all"), 2, "/nowhere/at/all"),
+        (("--dtype", "float8"), 2, "float8"),
+        (("--device", "cuda:77"), 2, "cuda:77"),
+        (("--dtype", "bfloat16"), 2, "dtype is bfloat16 on the prefill side and float32 on the decode side"),
+        (("--block-size", "24"), 2, "block_size is 24 on the prefill side and 32 on the decode side"),
+        (("--connect", "127.0.0.1"), 2, "not an address: '127.0.0.1'"),
+        (("--connect", "127.0.0.1:9", "--connect-timeout", "1"), 1, "nobody answers at 127.0.0.1:9"),
+        (("--connect", "192.0.2.1:5600"), 2, "--insecure"),
+        (("--prompts", "/nowhere/prompts"), 2, "cannot read prompts from /nowhere/prompts"),
+        (("--prompt", ""), 2, "no tokens"),
+        (("--key", "/nowhere/a.key_secret"), 2, "--key and --peer-key go together"),
+    ],
+)
+def test_bad_input_is_one_line_and_the_peer_serves_on(
+    prefill: Callable[..., Outcome], arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    done = prefill(*arguments)
+    assert done.code == code, done.stderr
+    assert words in done.error
+    assert not done.stdout
+
+
+def test_another_model_is_refused_by_name(
+    prefill: Callable[..., Outcome], alone: dict[str, list[int]], tmp_path: Path
+) -> None:
+    other_weights = prefill("--model", tiny_checkpoint(tmp_path, seed=1))
+    assert (other_weights.code, "fingerprint" in other_weights.error) == (2, True)
+    other_heads = prefill("--model", tiny_checkpoint(tmp_path, seed=2, num_key_value_heads=4))
+    assert (other_heads.code, "num_kv_heads is 4" in other_heads.error) == (2, True)
+    assert_serves(prefill, alone)
+
+
+def test_a_request_too_large_for_the_decode_pool_fails_alone(prefill: Callable[..., Outcome]) -> None:
+    done = prefill("--prompt", "x" * 20, "--prompt", "y" * 100, "--max-tokens", "150", "--chunk-size", "64")
+    assert done.code == 0, done.stderr
+    done = prefill("--prompt", "x" * 20, "--prompt", "y" * 250, "--max-tokens", "8")
+    assert done.code == 1
+    short, long = done.requests["p0"], done.requests["p1"]
+    assert short["error"] is None
+    assert short["wrong"] == 0
+    assert "exceed the model's 256" in long["error"]
+
+
+def test_a_killed_prefill_node_leaves_the_decode_node_serving(
+    model: Path, decode: Decode, prefill: Callable[..., Outcome], alone: dict[str, list[int]], tmp_path: Path
+) -> None:
+    many = tmp_path / "many.jsonl"
+    lines = [{"id": f"k{i}", "token_ids": [(i + j) % 256 for j in range(200)]} for i in range(200)]
+    many.write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-m", "prefill_node", *WORK, "--model", model, "--connect", decode.address]
+    with subprocess.Popen([*map(str, command), "--prompts", str(many)], stderr=subprocess.PIPE, text=True) as victim:
+        assert victim.stderr is not None
+        while "connected" not in victim.stderr.readline():
+            assert victim.poll() is None
+        time.sleep(0.5)
+        victim.kill()
+    assert_serves(prefill, alone)
+
+
+def test_a_killed_decode_node_ends_the_prefill_node_at_once(model: Path, tmp_path: Path) -> None:
+    node = Decode(tmp_path / "log", "--model", model, *NODE)
+    try:
+        many = tmp_path / "many.jsonl"
+        lines = [{"id": f"k{i}", "token_ids": [(i + j) % 256 for j in range(200)]} for i in range(200)]
+        many.write_text("\n".join(map(json.dumps, lines)))
+        command = [sys.executable, "-m", "prefill_node", *WORK, "--model", model, "--connect", node.address, "--json"]
+        with subprocess.Popen(
+            [*map(str, command), "--prompts", str(many)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as survivor:
+            assert survivor.stderr is not None
+            while "connected" not in survivor.stderr.readline():
+                assert survivor.poll() is None
+            time.sleep(0.5)
+            node.process.kill()
+            began = time.monotonic()
+            stdout, stderr = survivor.communicate(timeout=60)
+            assert time.monotonic() - began < 10
+        assert survivor.returncode == 1
+        assert "Traceback" not in stderr
+        errors = [row["error"] for row in json.loads(stdout)["requests"] if row["error"]]
+        assert errors
+        assert any("lost" in error for error in errors)
+    finally:
+        node.stop()
+
+
+def test_a_taken_port_is_one_line(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("decode_node", "--model", model, *NODE, "--listen", address)
+    assert done.code == 1
+    assert f"cannot listen on {address}" in done.error
+
+
+def test_a_wildcard_needs_a_name_to_be_reached_by(model: Path) -> None:
+    done = run("decode_node", "--model", model, *NODE, "--listen", "0.0.0.0:0")
+    assert done.code == 2
+    assert "--advertise" in done.error
+
+
+def test_curve_keys_work_and_are_needed(
+    model: Path, prompts: Path, alone: dict[str, list[int]], tmp_path: Path
+) -> None:
+    for name in ("prefill", "decode", "stranger"):
+        assert run("pdtx", "keygen", name, "-d", tmp_path).code == 0
+    assert os.stat(tmp_path / "decode.key_secret").st_mode & 0o077 == 0
+    node = Decode(
+        tmp_path / "log", "--model", model, *NODE, "--verify",
+        "--key", tmp_path / "decode.key_secret", "--peer-key", tmp_path / "prefill.key",
+    )  # fmt: skip
+    try:
+        common = ["--model", model, *WORK, "--connect", node.address, "--prompts", prompts, "--json"]
+        for own in ("stranger", "prefill"):
+            keys = ["--key", tmp_path / f"{own}.key_secret", "--peer-key", tmp_path / "decode.key"]
+            done = run("prefill_node", *common, *keys)
+            assert done.code == (0 if own == "prefill" else 1), done.stderr
+        assert {name: row["token_ids"] for name, row in done.requests.items()} == alone
+        bare = run("prefill_node", *common, "--connect-timeout", "3")
+        assert bare.code == 1
+        assert bare.error
+        secret = (tmp_path / "decode.key_secret").read_text().split("secret-key = ")[1].strip().strip('"')
+        assert secret not in node.log.read_text()
+    finally:
+        assert node.stop() == 0
