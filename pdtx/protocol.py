@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MAX_ITEMS = 1 << 22
 _MAX_TEXT = 1 << 20
 
-Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+$")]
+Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")]
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Positive = Annotated[int, Meta(ge=1, le=2**62)]
@@ -63,11 +63,11 @@ class DataEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address: Text
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="type"):
-    """Root of the messages; `type` is the class name."""
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Root of the messages; `type` is the class name in snake case."""
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     """P to D: who I am and what my cache is like."""
 
     protocol: Count
@@ -78,7 +78,7 @@ class Hello(_Message, tag="hello"):
     movers: Annotated[list[Id], Meta(max_length=32)]
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
     """D to P: the answer to a hello. token: proves the data connections of this session, 32 bytes."""
 
     protocol: Count
@@ -92,8 +92,12 @@ class Welcome(_Message, tag="welcome"):
     lease_s: Seconds
     verify: Literal["off", "reference"]
 
+    def __repr__(self) -> str:
+        """Without the token: what is logged can be read by others."""
+        return f"Welcome(engine_id={self.engine_id!r}, session_id={self.session_id!r})"
 
-class Reject(_Message, tag="reject"):
+
+class Reject(_Message, frozen=True, kw_only=True, tag="reject"):
     """D to P: we cannot work together, because of this field."""
 
     field: Text
@@ -102,7 +106,7 @@ class Reject(_Message, tag="reject"):
     advice: Text = ""
 
 
-class TransferRequest(_Message, tag="transfer_request"):
+class TransferRequest(_Message, frozen=True, kw_only=True, tag="transfer_request"):
     """P to D: grant me blocks for this prompt's K/V; then generate max_tokens, the first of which P computes."""
 
     request_id: Id
@@ -112,7 +116,7 @@ class TransferRequest(_Message, tag="transfer_request"):
     ignore_eos: bool = False
 
 
-class Grant(_Message, tag="grant"):
+class Grant(_Message, frozen=True, kw_only=True, tag="grant"):
     """D to P: these blocks, in token order, are yours to write until deadline_s from now."""
 
     request_id: Id
@@ -125,14 +129,14 @@ class Grant(_Message, tag="grant"):
             raise ValueError(f"{len(self.block_ids)} block_ids and {len(self.generations)} generations")
 
 
-class Refuse(_Message, tag="refuse"):
+class Refuse(_Message, frozen=True, kw_only=True, tag="refuse"):
     """D to P: no blocks, ever, for this request."""
 
     request_id: Id
     reason: Text
 
 
-class LayerDone(_Message, tag="layer_done"):
+class LayerDone(_Message, frozen=True, kw_only=True, tag="layer_done"):
     """P to D: this part of the request has been delivered."""
 
     request_id: Id
@@ -143,7 +147,7 @@ class LayerDone(_Message, tag="layer_done"):
     nbytes: Count
 
 
-class Complete(_Message, tag="complete"):
+class Complete(_Message, frozen=True, kw_only=True, tag="complete"):
     """P to D: all parts have been delivered; nbytes in all. first_token: the first new token."""
 
     request_id: Id
@@ -152,7 +156,7 @@ class Complete(_Message, tag="complete"):
     nbytes: Count
 
 
-class Failure(_Message, tag="failure"):
+class Failure(_Message, frozen=True, kw_only=True, tag="failure"):
     """Either way: the request has failed on my side."""
 
     request_id: Id
@@ -160,7 +164,7 @@ class Failure(_Message, tag="failure"):
     reason: Text
 
 
-class ReadReference(_Message, tag="read_reference"):
+class ReadReference(_Message, frozen=True, kw_only=True, tag="read_reference"):
     """D to P: show me your K/V of these tokens of a layer, to compare mine with."""
 
     request_id: Id
@@ -169,7 +173,7 @@ class ReadReference(_Message, tag="read_reference"):
     token_stop: Count
 
 
-class Reference(_Message, tag="reference"):
+class Reference(_Message, frozen=True, kw_only=True, tag="reference"):
     """P to D: the answer; data in the order [K/V][token][head][channel]."""
 
     request_id: Id
@@ -179,13 +183,13 @@ class Reference(_Message, tag="reference"):
     data: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 
 
-class Release(_Message, tag="release"):
+class Release(_Message, frozen=True, kw_only=True, tag="release"):
     """D to P: your blocks of this request are not needed any more."""
 
     request_id: Id
 
 
-class Finished(_Message, tag="finished"):
+class Finished(_Message, frozen=True, kw_only=True, tag="finished"):
     """D to P: the request's tokens. wrong: elements found wrong; verified: whether anybody looked. times in seconds."""
 
     request_id: Id
@@ -198,11 +202,11 @@ class Finished(_Message, tag="finished"):
     times: Annotated[dict[Id, float], Meta(max_length=32)]
 
 
-class Heartbeat(_Message, tag="heartbeat"):
+class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Either way: I am alive."""
 
 
-class Bye(_Message, tag="bye"):
+class Bye(_Message, frozen=True, kw_only=True, tag="bye"):
     """Either way: I am leaving."""
 
     reason: Text
@@ -215,8 +219,16 @@ Message = (
 
 
 def encode(message: Message) -> bytes:
-    """Return a message's bytes. Raises ProtocolError if they exceed MAX_MESSAGE_BYTES."""
-    data: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)), use_bin_type=True)
+    """Return a message's bytes.
+
+    Raises ProtocolError for a message that the peer's decode() would refuse: better where it was made than there.
+    """
+    fields = msgspec.to_builtins(message, builtin_types=(bytes,))
+    try:
+        _convert(fields)
+        data: bytes = msgpack.packb(fields, use_bin_type=True)
+    except (ProtocolError, ValueError, TypeError, OverflowError) as error:
+        raise ProtocolError(f"a {type(message).__name__} that cannot be sent: {error}") from None
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a {type(message).__name__} of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     return data
@@ -225,6 +237,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Message:
     """Return the message in data, checked field by field.
 
+    limit: bytes above which data is refused unread.
     Raises IncompatiblePeer for a greeting in another protocol version, ProtocolError for anything else.
     """
     if len(data) > limit:
@@ -243,6 +256,10 @@ def decode(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Message:
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"not msgpack: {error or type(error).__name__}") from None
     _check_version(fields)
+    return _convert(fields)
+
+
+def _convert(fields: object) -> Message:
     try:
         message: Message = msgspec.convert(fields, type=Message, builtin_types=(bytes,))
     except msgspec.ValidationError as error:

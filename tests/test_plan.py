@@ -209,7 +209,7 @@ def test_zero_tokens_and_zero_layers_move_nothing(name: str) -> None:
 
 
 def test_a_partial_last_block_merges_with_its_predecessors() -> None:
-    """63 tokens and a half-filled block are still one run per layer and K/V part where the blocks are consecutive."""
+    """Two blocks and a half-filled one are still one run per layer and K/V part where the blocks are consecutive."""
     layout = small("flash_attn_nhd")
     plan = build_plan(Endpoint.of(layout, [2, 3, 4]), Endpoint.of(layout, [5, 6, 7]), range(10))
     token_bytes = 2 * 4 * 2
@@ -217,12 +217,11 @@ def test_a_partial_last_block_merges_with_its_predecessors() -> None:
 
 
 def test_a_partial_last_block_of_hnd_does_not_merge() -> None:
-    """Each head's tokens end before the block does, so there is a gap after each."""
+    """Each head's tokens end before the block does, so a gap follows each of them."""
     layout = small("flash_attn_hnd")
     plan = build_plan(Endpoint.of(layout, [2, 3]), Endpoint.of(layout, [5, 6]), range(6))
-    token_bytes = 4 * 2
-    assert sorted(plan.flat.nbytes.tolist()) == [2 * token_bytes] * 4 + [5 * token_bytes + 3 * token_bytes] * 4 or True
-    assert plan.flat.total == 6 * 2 * 2 * 2 * token_bytes
+    whole, two_tokens_of_a_head = 4 * 2 * 4 * 2, 2 * 4 * 2
+    assert plan.flat.nbytes.tolist() == [whole] * 4 + [two_tokens_of_a_head] * 8
 
 
 @pytest.mark.parametrize(("src_ids", "dst_ids"), [([2, 3], [5, 7]), ([2, 4], [5, 6]), ([3, 2], [6, 5])])
@@ -291,10 +290,10 @@ class TestRefusals:
         layout = small("flash_attn_nhd")
         assert build_plan(Endpoint.of(layout, [1, 1]), Endpoint.of(layout, [3, 4]), range(8)).nbytes == 512
 
-    @pytest.mark.parametrize("layers", [range(0, 3), range(-1, 1), range(0, 2, 2), range(2, 1)])
+    @pytest.mark.parametrize("layers", [range(3), range(-1, 1), range(0, 2, 2), range(2, 1)])
     def test_layers_that_are_not_there(self, layers: range) -> None:
         side = Endpoint.of(small("flash_attn_nhd"), [1])
-        with pytest.raises(PlanError, match="are not a part of 0..2"):
+        with pytest.raises(PlanError, match=r"are not a part of 0\.\.2"):
             build_plan(side, side, range(4), layers)
 
     @pytest.mark.parametrize("tokens", [range(-1, 2), range(0, 4, 2), range(3, 1), range(4, 0, -1)])

@@ -3,14 +3,12 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from pdtx.errors import OutOfBlocks, StaleBlocks
 from pdtx.plan.runs import Int64s
 
-T = TypeVar("T")
 NULL_BLOCK = 0
 """Never handed out, as in vLLM: the block that stands for 'no block' in a block table."""
 
@@ -54,10 +52,18 @@ class BlockAllocator:
         with self._lock:
             return len(self._free)
 
-    def inspect_free(self, look: Callable[[Int64s], T]) -> T:
-        """Return look(ids of the free blocks); none of them is handed out meanwhile."""
+    def free_blocks(self) -> Blocks:
+        """The blocks that can be handed out now, in the order of their ids, each in its present generation."""
         with self._lock:
-            return look(np.array(sorted(self._free), np.int64))
+            ids = np.array(sorted(self._free), np.int64)
+            return Blocks(ids, self._generations[ids])
+
+    def untouched(self, blocks: Blocks) -> Int64s:
+        """The ids among free_blocks() of before that were not handed out since."""
+        with self._lock:
+            same = ~self._used[blocks.ids] & (self._generations[blocks.ids] == blocks.generations)
+        ids: Int64s = blocks.ids[same]
+        return ids
 
     def allocate(self, count: int) -> Blocks:
         """Hand out count blocks. Raises OutOfBlocks, handing out none, if fewer are free."""

@@ -11,6 +11,7 @@ from pdtx.layout import KVCacheLayout, make_layout
 
 # Starting the backing on a page lets the kernel use huge pages and O_DIRECT reach it later.
 _ALIGNMENT = 4096
+_POISON_64 = int.from_bytes(POISON.to_bytes(2, "little", signed=True) * 4, "little", signed=True)
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -141,6 +142,15 @@ class PagedKVCache:
     def unpoisoned(self, block_ids: torch.Tensor, from_token: int = 0) -> int:
         """Count the 2-byte words that are not POISON in blocks, leaving out the first from_token tokens of each."""
         return sum(int((view[:, block_ids, from_token:] != POISON).sum()) for view in self._raw_views())
+
+    def written_blocks(self) -> torch.Tensor:
+        """Which blocks hold anything but POISON: bool, shape (num_blocks,). Reads the whole cache once."""
+        written = torch.zeros(self.num_blocks, dtype=torch.bool, device=self.device)
+        for view in self._raw_views():
+            wide = view.shape[-1] % 4 == 0
+            words = view.view(torch.int64) if wide else view
+            written |= (words != (_POISON_64 if wide else POISON)).any(-1).any(-1).any(-1).any(0)
+        return written
 
     def _raw_views(self) -> list[torch.Tensor]:
         """The layers as 2-byte words: (2, num_blocks, block_size, heads, words of a head)."""

@@ -14,6 +14,9 @@ from pdtx.errors import ModelError
 if TYPE_CHECKING:
     from pdtx.report import RequestRow
 
+_POOL_TOKENS = 2048
+"""Tokens that either side's pool can hold, more than all prompts together."""
+
 _TEXT = """\
 A prefill node computes the keys and values of a prompt, and a decode node goes on from them. Between the two, gigabytes
 must move, fast and exactly: one wrong head, one stale block, one page out of order, and the answer is fluent nonsense.
@@ -77,7 +80,19 @@ def demo(
 
 
 def _side(layout: str, block_size: int, dtype: str, device: str) -> list[str]:
-    return ["--layout", layout, "--block-size", str(block_size), "--dtype", dtype, "--device", device]
+    blocks = _POOL_TOKENS // block_size + 16
+    return [
+        "--layout",
+        layout,
+        "--block-size",
+        str(block_size),
+        "--num-blocks",
+        str(blocks),
+        "--dtype",
+        dtype,
+        "--device",
+        device,
+    ]
 
 
 def _prompts(model: Path, block_size: int) -> list[str]:

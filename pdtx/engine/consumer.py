@@ -185,7 +185,11 @@ class KVConsumer:
         def count(ids: Int64s, from_token: int = 0) -> int:
             return self.cache.unpoisoned(torch.as_tensor(ids, device=self.cache.device), from_token)
 
-        strays = self.allocator.inspect_free(count)
+        free = self.allocator.free_blocks()
+        written = self.cache.written_blocks().cpu().numpy()
+        # Blocks handed out while we looked may well have been written; all others must not.
+        untouched = self.allocator.untouched(free)
+        strays = count(untouched[written[untouched]])
         if request.blocks is not None:
             used = request.num_tokens % self.cache.spec.block_size
             strays += count(request.blocks.ids[request.num_granted :])

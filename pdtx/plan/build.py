@@ -74,7 +74,8 @@ def build_plan(
     _check_pair(src.layout, dst.layout, layers)
     for side, name in ((src, "source"), (dst, "destination")):
         _check_blocks(side, name, tokens)
-    starts, counts = _segments(tokens, min(src.layout.block_size, dst.layout.block_size))
+    unit = min(src.layout.block_size, dst.layout.block_size)
+    starts, counts = _segments(tokens if layers else range(0), unit)
     grids = list[RunGrid]()
     first = 0
     for count, group in groupby(counts.tolist()):

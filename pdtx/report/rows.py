@@ -66,7 +66,7 @@ def _cells(row: RequestRow) -> list[str]:
         format_seconds(row.prepare_s),
         format_seconds(row.post_s),
         format_seconds(row.move_s),
-        f"{gb_per_s(row.nbytes, row.move_s):.2f}" if moved else "-",
+        f"{gb_per_s(row.nbytes, row.move_s):.3g}" if moved else "-",
         f"{row.hidden:.0%}" if moved else "-",
         "unverified" if row.wrong is None else f"{row.wrong}",
         row.transport,

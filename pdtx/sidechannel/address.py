@@ -5,8 +5,6 @@ import socket
 
 from pdtx.errors import InputError
 
-WILDCARDS = ("*", "0.0.0.0", "::")
-
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of 'HOST:PORT', '[::1]:PORT' or either with 'tcp://' before it. Raises InputError."""
@@ -14,7 +12,8 @@ def parse_address(text: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    if not colon or not host or (":" in host and not bracketed) or not port.isdecimal() or int(port) > 65535:
+    port_is_number = port.isascii() and port.isdecimal() and int(port) <= 65535
+    if not colon or not host or (":" in host and not bracketed) or not port_is_number:
         raise InputError(f"not an address: {text!r}; write HOST:PORT, for example 127.0.0.1:5600 or [::1]:5600")
     return ("0.0.0.0" if host == "*" else host), int(port)
 
@@ -26,8 +25,19 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether everything the host resolves to stays on this machine; wildcards do not. Raises InputError if nothing."""
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in _lookup(host))
+
+
+def resolve(host: str) -> str:
+    """Return the numeric address to use for a host, IPv4 where there is one. Raises InputError if nothing.
+
+    ZeroMQ binds to no names; and both ends must make the same choice of a name with addresses of both families.
+    """
+    return min(_lookup(host), key=lambda address: ":" in address)
+
+
+def _lookup(host: str) -> list[str]:
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except (socket.gaierror, UnicodeError) as error:
         raise InputError(f"host {host!r} cannot be resolved: {error}") from None
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)

@@ -2,25 +2,52 @@
 
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdtx.errors import AuthenticationFailed, InputError, PeerUnreachable, ProtocolError
-from pdtx.protocol import Bye, Message, encode
-from pdtx.sidechannel.address import join_address, parse_address
-from pdtx.sidechannel.channel import HEARTBEAT, Channel, require_protection
+from pdtx.protocol import Message
+from pdtx.sidechannel.address import join_address, parse_address, resolve
+from pdtx.sidechannel.channel import HEARTBEAT, Channel
 from pdtx.sidechannel.keys import Security
+from pdtx.sidechannel.protection import require_protection
 
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_NEVER_MS = 3_600_000
+"""ZeroMQ's own reconnects: off, for it would take a restarted listener for the old one.
+
+-1 would also discard what has been received and not been read when the connection ends.
+"""
+
+_RETRY_S = 0.05
+_PEER = b""
+
+
+class _Outcome(Enum):
+    CONNECTED = auto()
+    NOT_THERE = auto()
+    REFUSED = auto()
+    DENIED = auto()
+    TIMED_OUT = auto()
+    SILENT = auto()
+
+
+_OUTCOMES: dict[int, _Outcome] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: _Outcome.CONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: _Outcome.DENIED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _Outcome.REFUSED,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _Outcome.REFUSED,
+    zmq.EVENT_CONNECT_RETRIED: _Outcome.NOT_THERE,
+}
 
 
 class Dialer(Channel):
     """Talks to the listener at address. Nothing moves before connect().
 
-    on_message(message), on_lost(reason): called on this channel's thread, so they must be short. A listener that
-    went away stays lost, also when another one appears at its address.
-    Raises InputError for an address that needs keys.
+    on_message(message), on_lost(reason): called on this channel's thread, so they must be short; what they raise is
+    logged. A listener that went away stays lost, also when another one appears at its address.
+    Raises InputError for an address that needs keys, or keys that are no keys.
     """
 
     def __init__(
@@ -38,11 +65,14 @@ class Dialer(Channel):
         if port == 0:
             raise InputError(f"cannot connect to port 0 of {address!r}")
         require_protection(host, security)
+        numeric = resolve(host)
         super().__init__(zmq.DEALER, security, heartbeat_s, silence_s)
-        self._target = f"tcp://{join_address(host, port)}"
+        self._target = f"tcp://{join_address(numeric, port)}"
         self._on_message, self._on_lost = on_message, on_lost
         self._lost = False
         self._heard_at = self._sent_at = self._tended_at = time.monotonic()
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # connect() has a deadline of its own
         own = security.own
         if own is not None:
             self._socket.curve_secretkey, self._socket.curve_publickey = own.secret, own.public
@@ -50,87 +80,110 @@ class Dialer(Channel):
         self._monitor = self._socket.get_monitor_socket()
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, trying again until timeout_s has passed.
+        """Connect, trying again until timeout_s has passed. A dialer that failed is closed: make another one.
 
         Raises PeerUnreachable if nobody answers, AuthenticationFailed if the listener refuses our keys or has others.
         """
+        try:
+            self._establish(timeout_s)
+        except BaseException:
+            self.close(0.0)
+            raise
+        self._heard_at = self._sent_at = self._tended_at = time.monotonic()
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._thread.start()
+
+    def _establish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        self._socket.connect(self._target)
         refused = 0
-        while (left := deadline - time.monotonic()) > 0:
-            if not self._monitor.poll(int(left * 1000) + 1):
-                break
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._heard_at = self._sent_at = self._tended_at = time.monotonic()
-                self._poller.register(self._monitor, zmq.POLLIN)
-                self._thread.start()
+        while True:
+            self._socket.connect(self._target)
+            outcome = self._await_handshake(deadline)
+            if outcome is _Outcome.CONNECTED:
                 return
-            if event & _REFUSED:
-                refused += 1
-                # A listener that is just starting can drop a first connection; the second refusal is meant.
-                if refused > 1 or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    raise AuthenticationFailed(
-                        f"{self.address} refused the handshake: its keys and ours do not match, or it is no pdtx node"
-                    )
-        raise PeerUnreachable(f"nobody answers at {self.address} within {timeout_s:g} s; is pdtx-decode there?")
+            self._socket.disconnect(self._target)
+            refused += outcome is _Outcome.REFUSED
+            # A listener that is just starting or ending can drop a first connection; the second refusal is meant.
+            if outcome is _Outcome.DENIED or refused > 1:
+                raise AuthenticationFailed(
+                    f"{self.address} refused the handshake: its keys and ours do not match, or it is no pdtx node"
+                )
+            if outcome is _Outcome.SILENT:
+                raise PeerUnreachable(
+                    f"{self.address} takes the connection but does not answer within {timeout_s:g} s; "
+                    "is pdtx-decode there, and running?"
+                )
+            if time.monotonic() + _RETRY_S >= deadline:
+                raise PeerUnreachable(f"nobody answers at {self.address} within {timeout_s:g} s; is pdtx-decode there?")
+            time.sleep(_RETRY_S)
+            while self._monitor.poll(0):  # what is still to be said about the attempt that failed
+                recv_monitor_message(self._monitor)
+
+    def _await_handshake(self, deadline: float) -> _Outcome:
+        outcome = _Outcome.TIMED_OUT
+        while (left := deadline - time.monotonic()) > 0 and self._monitor.poll(int(left * 1000) + 1):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event in _OUTCOMES:
+                return _OUTCOMES[event]
+            if event == zmq.EVENT_CONNECTED:
+                outcome = _Outcome.SILENT
+        return outcome
 
     def send(self, message: Message) -> None:
-        """Send a message; after a loss it goes nowhere. Safe from any thread, never blocks."""
-        self._queue(b"", message)
+        """Send a message; after a loss it goes nowhere. Safe from any thread, never blocks.
 
-    def _release(self) -> None:
+        Raises ProtocolError for a message that the listener would refuse.
+        """
+        self._queue(_PEER, message)
+
+    def _release(self, linger_s: float) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        super()._release()
+        super()._release(linger_s)
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
+    def _peers(self) -> list[bytes]:
+        return [] if self._lost else [_PEER]
+
     def _receive_one(self) -> tuple[bytes, bytes]:
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        return b"", frames[0] if len(frames) == 1 else b""
+        return _PEER, frames[0] if len(frames) == 1 else b""
 
-    def _send(self, peer: bytes, data: bytes) -> None:
+    def _transmit(self, peer: bytes, data: bytes) -> bool:
         if self._lost:
-            return
+            return True
         try:
             self._socket.send(data, zmq.NOBLOCK)
-            self._sent_at = time.monotonic()
-        except zmq.ZMQError as error:
-            self._lose(f"it does not take its messages ({error.strerror})")
+        except zmq.Again:
+            return False
+        self._sent_at = time.monotonic()
+        return True
 
     def _heard(self, peer: bytes) -> None:
         self._heard_at = time.monotonic()
 
     def _deliver(self, peer: bytes, message: Message) -> None:
-        if self._lost:
-            return
-        if isinstance(message, Bye):
-            self._lose(message.reason)
-        else:
+        if not self._lost:
             self._on_message(message)
 
     def _malformed(self, peer: bytes, error: ProtocolError) -> None:
-        self._lose(str(error))
+        self._gone.setdefault(peer, str(error))
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, peer: bytes, reason: str) -> None:
         if not self._lost:
             self._lost = True
+            self._socket.disconnect(self._target)
             self._call(lambda: self._on_lost(reason))
 
     def _tend(self, now: float) -> None:
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                # What it said last may still be in the socket: its goodbye says more than the disconnection.
-                self._receive()
-                self._lose("it closed the connection")
+                self._gone.setdefault(_PEER, "it closed the connection")
         if now - self._tended_at > self.silence_s:
             self._heard_at = now  # this process itself was stopped: the listener gets another chance to be heard
         self._tended_at = now
         if now - self._heard_at > self.silence_s:
-            self._lose(f"nothing heard for {self.silence_s:g} s")
-        if now - self._sent_at >= self.heartbeat_s:
-            self._send(b"", HEARTBEAT)
-
-    def _say_bye(self, bye: Bye) -> None:
-        self._send(b"", encode(bye))
+            self._gone.setdefault(_PEER, f"nothing heard for {self.silence_s:g} s")
+        if now - self._sent_at >= self.heartbeat_s and _PEER not in self._backlogs:
+            self._send(_PEER, HEARTBEAT)

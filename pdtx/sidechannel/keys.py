@@ -1,11 +1,14 @@
 """CURVE keys: who may talk to whom off loopback."""
 
 import os
+import re
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 import zmq.auth
+from zmq.utils import z85
 
 from pdtx.errors import InputError
 
@@ -36,8 +39,8 @@ def generate_keys(directory: Path, name: str, *, force: bool = False) -> tuple[P
 
     Raises InputError if they exist (unless force) or cannot be written.
     """
-    if not name or "/" in name:
-        raise InputError(f"not a name for a key: {name!r}")
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        raise InputError(f"not a name for a key: {name!r}; use letters, digits, '.', '_' and '-'")
     paths = directory / f"{name}.key", directory / f"{name}.key_secret"
     existing = [str(path) for path in paths if path.exists()]
     if existing and not force:
@@ -45,6 +48,8 @@ def generate_keys(directory: Path, name: str, *, force: bool = False) -> tuple[P
     before = os.umask(0o077)  # the secret must not be readable for a moment either
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)  # a replaced file would keep its old mode
         zmq.auth.create_certificates(directory, name)
         paths[0].chmod(0o644)
     except OSError as error:
@@ -67,8 +72,22 @@ def load_public(path: Path) -> bytes:
     return _load(path)[0]
 
 
+def check_key(key: bytes, what: str) -> None:
+    """Raise InputError if a key is not 32 bytes in Z85 text form; `what` names it, for its text may be secret."""
+    try:
+        sound = len(key) == 40 and len(z85.decode(key)) == 32
+    except (KeyError, ValueError, struct.error):
+        sound = False
+    if not sound:
+        raise InputError(f"{what} is no CURVE key of 40 characters; make one with 'pdtx keygen'")
+
+
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
-        return zmq.auth.load_certificate(path)
+        public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read a key from {path}: {error}") from None
+    for key, name in ((public, "public"), (secret, "secret")):
+        if key is not None:
+            check_key(key, f"the {name} key in {path}")
+    return public, secret

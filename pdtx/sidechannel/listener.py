@@ -1,5 +1,6 @@
 """The consumer's end: serves many dialers."""
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -9,11 +10,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pdtx.errors import AddressInUse, IncompatiblePeer, ProtocolError
 from pdtx.protocol import Bye, Message, Reject, encode
-from pdtx.sidechannel.address import join_address, parse_address
-from pdtx.sidechannel.channel import HEARTBEAT, Channel, require_protection
+from pdtx.sidechannel.address import join_address, parse_address, resolve
+from pdtx.sidechannel.channel import HEARTBEAT, Channel
 from pdtx.sidechannel.keys import Security
+from pdtx.sidechannel.protection import require_protection
 
 logger = logging.getLogger(__name__)
+
+_HANDSHAKE_MS = 5000
+_MAX_BLAMED = 1000
 
 
 class _AllowedKeys:
@@ -30,10 +35,10 @@ class _AllowedKeys:
 class Listener(Channel):
     """Serves dialers at address ("HOST:PORT"; port 0 takes any).
 
-    on_message(peer, message), on_lost(peer, reason): called on this channel's thread, so they must be short. A peer
-    that was lost is forgotten; what it says later comes from a new peer.
-    endpoint: the bound address, "HOST:PORT". rejected: how many malformed messages came.
-    Raises AddressInUse, or InputError for an address that needs keys.
+    on_message(peer, message), on_lost(peer, reason): called on this channel's thread, so they must be short; what they
+    raise is logged. A peer that was lost is forgotten; what it says later comes from a new peer.
+    endpoint: the bound address, "tcp://HOST:PORT". rejected: how many malformed messages came.
+    Raises AddressInUse, or InputError for an address that needs keys or keys that are no keys.
     """
 
     def __init__(
@@ -48,20 +53,24 @@ class Listener(Channel):
     ) -> None:
         host, port = parse_address(address)
         require_protection(host, security)
+        numeric = resolve(host)
         super().__init__(zmq.ROUTER, security, heartbeat_s, silence_s)
         self._on_message, self._on_lost = on_message, on_lost
         self._heard_at: dict[bytes, float] = {}
         self._beat_at = time.monotonic()
+        self._blamed: set[bytes] = set()
         self.rejected = 0
         self._authenticator = self._authenticate()
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         try:
-            self._socket.bind(f"tcp://{join_address(host, port)}")
+            self._socket.bind(f"tcp://{join_address(numeric, port)}")
         except zmq.ZMQError as error:
-            self._release()
-            raise AddressInUse(f"cannot listen on {address}: {error.strerror}; choose another port") from None
+            self._release(0.0)
+            advice = "choose another port" if error.errno == errno.EADDRINUSE else "choose an address of this machine"
+            raise AddressInUse(f"cannot listen on {address}: {error.strerror}; {advice}") from None
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.endpoint = join_address(host, parse_address(bound)[1])
+        self.endpoint = f"tcp://{join_address(host, parse_address(bound)[1])}"
         self._thread.start()
 
     def _authenticate(self) -> ThreadAuthenticator | None:
@@ -75,13 +84,16 @@ class Listener(Channel):
         self._socket.curve_server = True
         return authenticator
 
-    def _release(self) -> None:
+    def _release(self, linger_s: float) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
-        super()._release()
+        super()._release(linger_s)
 
     def send(self, peer: bytes, message: Message) -> None:
-        """Send a message to a peer; one that is gone does not get it. Safe from any thread, never blocks."""
+        """Send a message to a peer; one that is gone does not get it. Safe from any thread, never blocks.
+
+        Raises ProtocolError for a message that the peer would refuse.
+        """
         self._queue(peer, message)
 
     def peers(self) -> int:
@@ -90,34 +102,39 @@ class Listener(Channel):
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
+    def _peers(self) -> list[bytes]:
+        return list(self._heard_at)
+
     def _receive_one(self) -> tuple[bytes, bytes]:
         frames = self._socket.recv_multipart(zmq.NOBLOCK)
         # Anything but identity and one frame is no message of ours; it fails to decode.
         return frames[0], frames[1] if len(frames) == 2 else b""
 
-    def _send(self, peer: bytes, data: bytes) -> None:
+    def _transmit(self, peer: bytes, data: bytes) -> bool:
         try:
             self._socket.send_multipart((peer, data), zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(peer, "it does not take its messages")
+            return False
         except zmq.ZMQError as error:
-            self._lose(peer, f"it is not connected ({error.strerror})")
+            self._gone.setdefault(peer, f"it is not connected any more ({error.strerror})")
+        return True
 
     def _heard(self, peer: bytes) -> None:
         self._heard_at[peer] = time.monotonic()
 
     def _deliver(self, peer: bytes, message: Message) -> None:
-        if isinstance(message, Bye):
-            self._lose(peer, message.reason)
-        else:
-            self._on_message(peer, message)
+        self._on_message(peer, message)
 
     def _malformed(self, peer: bytes, error: ProtocolError) -> None:
         self.rejected += 1
-        logger.warning("a peer sent no message of ours: %s", error)
+        if peer not in self._blamed and len(self._blamed) < _MAX_BLAMED:  # one line each, whatever they send
+            self._blamed.add(peer)
+            logger.warning("peer %s sent no message of ours: %s", peer.hex(), error)
         if isinstance(error, IncompatiblePeer):
-            reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer)
-            self._send(peer, encode(reject))
+            advice = "run the same pdtx on both sides"
+            self._send(
+                peer, encode(Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=advice))
+            )
 
     def _lose(self, peer: bytes, reason: str) -> None:
         if self._heard_at.pop(peer, None) is not None:
@@ -130,13 +147,11 @@ class Listener(Channel):
         if now - self._beat_at > self.silence_s:
             self._heard_at = dict.fromkeys(self._heard_at, now)
         self._beat_at = now
-        for peer, heard in list(self._heard_at.items()):
+        for peer, heard in self._heard_at.items():
             if now - heard > self.silence_s:
-                self._lose(peer, f"nothing heard for {self.silence_s:g} s")
-            else:
+                reason = f"nothing heard for {self.silence_s:g} s"
+                self._gone[peer] = reason
+                # It may only have been stopped: when it goes on, it must not take itself for connected.
+                self._transmit(peer, encode(Bye(reason=reason)))
+            elif peer not in self._backlogs:
                 self._send(peer, HEARTBEAT)
-
-    def _say_bye(self, bye: Bye) -> None:
-        data = encode(bye)
-        for peer in list(self._heard_at):
-            self._send(peer, data)

@@ -1,0 +1,218 @@
+import contextlib
+from typing import Any, get_args
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdtx.errors import IncompatiblePeer, ProtocolError
+from pdtx.protocol import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    AxisDescription,
+    Bye,
+    CacheDescription,
+    Complete,
+    DataEndpoint,
+    Failure,
+    Finished,
+    Grant,
+    Heartbeat,
+    Hello,
+    LayerDone,
+    LayoutDescription,
+    Message,
+    ReadReference,
+    Reference,
+    Refuse,
+    Reject,
+    Release,
+    TransferRequest,
+    Welcome,
+    decode,
+    encode,
+)
+
+CACHE = CacheDescription(
+    spec={"kind": "FullAttentionSpec", "block_size": 16, "sliding_window": None},
+    model="a/model",
+    fingerprint="abc123",
+    num_layers=2,
+    num_blocks=8,
+    layout=LayoutDescription(
+        name="NHD", axes=[AxisDescription(name="block", extent=8, stride=64)], itemsize=2, size_bytes=512
+    ),
+    device="cpu",
+)
+MESSAGES: list[Message] = [
+    Hello(protocol=PROTOCOL_VERSION, pdtx_version="0.1", engine_id="p", incarnation="i", cache=CACHE, movers=["tcp"]),
+    Welcome(
+        protocol=PROTOCOL_VERSION,
+        pdtx_version="0.1",
+        engine_id="d",
+        incarnation="i",
+        session_id="s",
+        token=bytes(range(32)),
+        cache=CACHE,
+        data_endpoints=[DataEndpoint(mover="tcp", address="[::1]:5600")],
+        lease_s=30.0,
+        verify="reference",
+    ),
+    Reject(field="dtype", producer="bfloat16", consumer="float16", advice="use one"),
+    TransferRequest(request_id="r-1", token_ids=[1, 2, 3], max_tokens=4, deadline_s=5.0, ignore_eos=True),
+    Grant(request_id="r-1", block_ids=[4, 0], generations=[1, 2], deadline_s=5.0),
+    Refuse(request_id="r-1", reason="no room, ever"),
+    LayerDone(request_id="r-1", layer_start=0, layer_stop=1, token_start=0, token_stop=3, nbytes=96),
+    Complete(request_id="r-1", first_token=9, num_tokens=3, nbytes=192),
+    Failure(request_id="r-1", phase="prefill", reason="out of memory"),
+    ReadReference(request_id="r-1", layer=1, token_start=0, token_stop=3),
+    Reference(request_id="r-1", layer=1, token_start=0, token_stop=3, data=b"\x00\xff" * 8),
+    Release(request_id="r-1"),
+    Finished(
+        request_id="r-1",
+        token_ids=[9, 8],
+        text="né",
+        verified=True,
+        wrong=0,
+        received_bytes=192,
+        received_runs=2,
+        times={"move": 0.5},
+    ),
+    Heartbeat(),
+    Bye(reason="done"),
+]
+HELLO, WELCOME = MESSAGES[:2]
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return fields
+
+
+def refused(fields: object) -> str:
+    """What decode() says to fields that are no message."""
+    with pytest.raises(ProtocolError) as caught:
+        decode(msgpack.packb(fields))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_message_has_an_example() -> None:
+    assert [type(message) for message in MESSAGES] == list(get_args(Message))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_unknown_and_missing_fields_are_refused_by_name(message: Message) -> None:
+    fields = fields_of(message)
+    assert "surprise" in refused(fields | {"surprise": 1})
+    for info in msgspec.structs.fields(message):
+        if info.required and info.name != "protocol":
+            assert info.name in refused({name: value for name, value in fields.items() if name != info.name})
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_protocol_error_only(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@given(TREES)
+def test_random_msgpack_raises_protocol_error_only(tree: object) -> None:
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(tree))
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_messages_with_one_wrong_field_or_byte_raise_protocol_error_only(message: Message, data: st.DataObject) -> None:
+    fields = fields_of(message)
+    name = data.draw(st.sampled_from(sorted(fields)))
+    packed = bytearray(msgpack.packb(fields | {name: data.draw(TREES)}))
+    packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ProtocolError):
+        decode(bytes(packed))
+
+
+def test_truncated_and_repeated_messages_are_refused() -> None:
+    data = encode(HELLO)
+    for broken in (data[:-1], data + data, data + b"\xc0", b""):
+        with pytest.raises(ProtocolError, match="not msgpack"):
+            decode(broken)
+
+
+def test_size_is_checked_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(msgpack, "unpackb", never)
+    with pytest.raises(ProtocolError, match="101 bytes exceeds the limit of 100"):
+        decode(b"\x00" * 101, limit=100)
+    with pytest.raises(ProtocolError, match=str(MAX_MESSAGE_BYTES)):
+        decode(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode(b"\x91" * 1_000_000)
+
+
+@pytest.mark.parametrize("claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+def test_claimed_lengths_are_not_believed(claim: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not msgpack"):
+        decode(claim)
+
+
+@pytest.mark.parametrize(("message", "sides"), [(HELLO, ("9", "1")), (WELCOME, ("1", "9"))])
+def test_another_version_is_refused_by_field_even_with_unknown_fields(message: Message, sides: tuple[str, str]) -> None:
+    future = {"type": fields_of(message)["type"], "protocol": 9, "of_the_future": True}
+    with pytest.raises(IncompatiblePeer) as caught:
+        decode(msgpack.packb(future))
+    assert (caught.value.field, caught.value.producer, caught.value.consumer) == ("protocol", *sides)
+
+
+@pytest.mark.parametrize("request_id", ["", "a b", "a/b", "a\n", "é", "x" * 129, 7, None])
+def test_ids_are_bounded(request_id: object) -> None:
+    assert "request_id" in refused({"type": "release", "request_id": request_id})
+
+
+@pytest.mark.parametrize("nbytes", [-1, 2**63, 1.5, "1", None])
+def test_counts_are_bounded(nbytes: object) -> None:
+    assert "nbytes" in refused(fields_of(MESSAGES[7]) | {"nbytes": nbytes})
+
+
+def test_lists_are_bounded() -> None:
+    long = fields_of(MESSAGES[3]) | {"token_ids": [0] * ((1 << 21) + 1)}
+    assert "token_ids" in refused(long)
+
+
+def test_block_ids_and_generations_must_match() -> None:
+    assert "2 block_ids and 1 generations" in refused(fields_of(MESSAGES[4]) | {"generations": [1]})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Complete(request_id="r", first_token=0, num_tokens=1, nbytes=2**64),
+        Release(request_id="not an id"),
+        Failure(request_id="r", phase="x", reason="y" * ((1 << 20) + 1)),
+        Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=bytes(MAX_MESSAGE_BYTES)),
+    ],
+    ids=["overflow", "bad id", "long text", "too large"],
+)
+def test_what_the_peer_would_refuse_is_not_encoded(message: Message) -> None:
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        encode(message)
+
+
+def test_the_token_does_not_show() -> None:
+    assert "token" not in repr(WELCOME)
+    assert repr(bytes(range(32))) not in repr(WELCOME)
