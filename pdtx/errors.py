@@ -77,7 +77,7 @@ class IncompatiblePeer(ProtocolError):
     exit_code = 2
 
     def __init__(self, field: str, producer: str, consumer: str, advice: str = "") -> None:
-        self.field, self.producer, self.consumer = field, producer, consumer
+        self.field, self.producer, self.consumer, self.advice = field, producer, consumer, advice
         text = f"incompatible peers: {field} is {producer} on the prefill side and {consumer} on the decode side"
         super().__init__(f"{text}; {advice}" if advice else text)
 

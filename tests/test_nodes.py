@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,7 +35,7 @@ class Outcome:
     @property
     def error(self) -> str:
         """The one line that begins with the program's name."""
-        lines = [line for line in self.stderr.splitlines() if "error: " in line]
+        lines = [line for line in self.stderr.splitlines() if re.match(r"pdtx[a-z-]*: error: ", line)]
         assert len(lines) == 1, self.stderr
         assert "Traceback" not in self.stderr
         return lines[0]

@@ -34,6 +34,7 @@ from pdtx.plan import Endpoint, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
     PROTOCOL_VERSION,
+    Bye,
     CacheDescription,
     Complete,
     DataEndpoint,
@@ -118,7 +119,8 @@ class KVConsumer:
         _, port = parse_address(bound)
         reached = join_address(advertise or host, port)
         self._endpoints = [DataEndpoint(mover=self.mover.name, address=reached)]
-        self._listener = Listener(address, self._on_message, self._on_lost, security=security)
+        with self._lock:  # a producer may say hello before this returns
+            self._listener = Listener(address, self._on_message, self._on_lost, security=security)
         self._reaper.start()
         return self._listener.endpoint.removeprefix("tcp://")
 
@@ -257,7 +259,8 @@ class KVConsumer:
         request.references.put(error or PeerLost("the request has ended"))
         if blocks is not None:
             self.allocator.free(blocks)
-            self._grant_queued()
+        # Also for one that only waited: it may have stood before others that fit.
+        self._grant_queued()
         return True
 
     def _fail_session(self, session: Session, error: PdtxError) -> None:
@@ -303,6 +306,9 @@ class KVConsumer:
             session = next((session for session in self._sessions.values() if session.peer == peer), None)
         if session is None:
             logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
+            if self._listener is not None:
+                # It may have been given up as silent while it was only slow, and take itself for connected.
+                self._listener.send(peer, Bye(reason="it has no session; say hello first"))
             return
         if isinstance(message, TransferRequest):
             self._on_request(session, message)
@@ -312,7 +318,8 @@ class KVConsumer:
             logger.warning("ignored a %s from %s", type(message).__name__, session.engine_id)
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
-        listener = self._listener
+        with self._lock:  # listen() holds it until the listener is known
+            listener = self._listener
         if listener is None:
             return
         try:
@@ -323,12 +330,14 @@ class KVConsumer:
             layout = layout_of(hello.cache)
         except IncompatiblePeer as error:
             logger.warning("refused %s: %s", hello.engine_id, error)
-            listener.send(peer, Reject(field=error.field, producer=error.producer, consumer=error.consumer))
+            reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
+            listener.send(peer, reject)
             return
         except ProtocolError as error:
             logger.warning("refused %s: %s", hello.engine_id, error)
             listener.send(peer, Reject(field="cache", producer=str(error)[:1000], consumer="a possible layout"))
             return
+        self._on_lost(peer, "it said hello again")
         session = Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), layout)
         with self._lock:
             self._sessions[session.session_id] = session
@@ -467,7 +476,7 @@ class KVConsumer:
         slices = plan.flat.destination()
         with self._lock:
             request.received_runs += len(slices)
-        return Placement(self._region, slices)
+        return Placement(self._region, slices, request.deadline)
 
     def _unplace(self, session_id: str, key: TransferKey) -> InboundRequest:
         """Note that nothing writes for key any more; the request may have ended meanwhile."""
@@ -475,6 +484,7 @@ class KVConsumer:
             request = self._placing.pop((session_id, key))
         if request.blocks is not None:
             self.allocator.unhold(request.blocks)
+            self._grant_queued()
         return request
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
@@ -485,8 +495,6 @@ class KVConsumer:
         request = self._unplace(session_id, key)
         if error is not None:
             self.fail(request, error)
-        elif request.error is not None:
-            self._grant_queued()
 
     def closed(self, session_id: str, reason: str) -> None:
         """Fail what a producer had under way when its data connection ended."""

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pdtx.errors import IncompatiblePeer, PdtxError, ProtocolError
+from pdtx.kvspec import dtype_size
 from pdtx.layout import Axis, KVCacheLayout
 from pdtx.protocol import AxisDescription, CacheDescription, LayoutDescription
 
@@ -50,6 +51,8 @@ def layout_of(description: CacheDescription) -> KVCacheLayout:
     for name, extent in promised.items():
         if layout.extent(name) != extent:
             raise ProtocolError(f"the peer's layout has {layout.extent(name)} on axis {name}, its spec says {extent}")
+    if layout.itemsize != dtype_size(str(spec.get("dtype"))):
+        raise ProtocolError(f"the peer's layout has elements of {layout.itemsize} bytes, its spec {spec.get('dtype')}")
     return layout
 
 
@@ -76,8 +79,7 @@ def check_compatible(producer: CacheDescription, consumer: CacheDescription) -> 
     for field, ours, other, hint in (*differing, *must_agree):
         if ours != other:
             raise IncompatiblePeer(field, str(ours), str(other), hint)
-    small, large = sorted((int(mine["block_size"] or 0), int(theirs["block_size"] or 0)))
+    sizes = mine.get("block_size"), theirs.get("block_size")
+    small, large = sorted(size if isinstance(size, int) else 0 for size in sizes)
     if small < 1 or large % small:
-        raise IncompatiblePeer(
-            "block_size", str(mine["block_size"]), str(theirs["block_size"]), "one must be a multiple of the other"
-        )
+        raise IncompatiblePeer("block_size", str(sizes[0]), str(sizes[1]), "one must be a multiple of the other")

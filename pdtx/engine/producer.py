@@ -179,7 +179,8 @@ class KVProducer:
     ) -> OutboundRequest:
         """Take blocks for a prompt and ask the consumer for a grant; does not wait for it.
 
-        Raises OutOfBlocks, InputError for a request id in use, or what ended the session.
+        Raises OutOfBlocks, InputError for a request id in use, ProtocolError for a request that no message can carry,
+        or what ended the session.
         """
         blocks = self.allocator.allocate(-(-len(token_ids) // self.cache.spec.block_size))
         request = OutboundRequest(request_id, token_ids, blocks, time.monotonic() + timeout_s)
@@ -199,7 +200,11 @@ class KVProducer:
             deadline_s=timeout_s,
             ignore_eos=ignore_eos,
         )
-        self._send(message)
+        try:
+            self._send(message)
+        except ProtocolError as error:
+            self.fail(request, error, tell=False)
+            raise
         return request
 
     def layer_ready(self, request: OutboundRequest, layer: int, start: int, stop: int) -> None:
@@ -233,7 +238,9 @@ class KVProducer:
         if error is not None:
             raise error
         if finished is None:
-            error = DeadlineExceeded(self._phase(request), self.peer, round(request.deadline - request.begun, 3))
+            detail = f"{request.nbytes} bytes shipped, {request.unsent} slices of them not acknowledged"
+            waited = round(request.deadline - request.begun, 3)
+            error = DeadlineExceeded(self._phase(request), self.peer, waited, detail)
             self.fail(request, error)
             raise error
         return finished
@@ -273,8 +280,9 @@ class KVProducer:
             try:
                 self._post(item.request, item.layers, item.tokens, item.fence)
             except PdtxError as error:
-                self._settle(item.request)
+                # In this order: settled first, it would look like a request that is complete.
                 self.fail(item.request, error)
+                self._settle(item.request)
 
     def _post(self, request: OutboundRequest, layers: range, tokens: range, fence: Callable[[], None]) -> None:
         grant, layout, connection = request.grant, self._consumer_layout, self._connection
@@ -294,8 +302,8 @@ class KVProducer:
 
     def _on_sent(self, request: OutboundRequest, handle: TransferHandle) -> None:
         if handle.error is not None:
-            self._settle(request)
             self.fail(request, handle.error)
+            self._settle(request)
             return
         with self._changed:
             request.posts.append((handle.posted, handle.sent))
@@ -316,7 +324,7 @@ class KVProducer:
         """Count one slice as no longer on its way."""
         with self._changed:
             request.unsent -= 1
-        if request.error is not None:
+        if request.error is not None or request.finished is not None:
             self._give_back(request)
         else:
             self._complete_if_sent(request)
@@ -411,7 +419,7 @@ class KVProducer:
         with self._changed:
             request = self._requests.get(message.request_id)
         try:
-            if request is None:
+            if request is None or request.released:
                 raise ProtocolError(f"request {message.request_id} is not here any more")
             if message.layer >= self.cache.num_layers or message.token_stop > len(request.token_ids):
                 raise ProtocolError(f"layer {message.layer} token {message.token_stop} is beyond the request")
