@@ -50,8 +50,8 @@ def table(rows: list[Row]) -> str:
     """Return the rows as text."""
     lines = [f"{'name':32} {'ours':>9} {'reference':>9} {'unit':5} {'ratio':>6} {'bar':>5} {'#wrong':>7}"]
     lines += [
-        f"{row.name:32} {row.value:9.3f} {median(row.reference):9.3f} {row.unit:5} {row.ratio:6.3f} {row.at_least:5.2f} "
-        f"{row.wrong:7} {'ok' if row.passed else 'MISSED'}"
+        f"{row.name:32} {row.value:9.3f} {median(row.reference):9.3f} {row.unit:5} {row.ratio:6.3f} "
+        f"{row.at_least:5.2f} {row.wrong:7} {'ok' if row.passed else 'MISSED'}"
         for row in rows
     ]
     return "\n".join(lines)

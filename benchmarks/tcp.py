@@ -21,8 +21,8 @@ from pdtx.cache import PagedKVCache
 from pdtx.cache.verify import NOTHING_COMPARED, compare
 from pdtx.errors import PdtxError
 from pdtx.kvspec import FullAttentionSpec
-from pdtx.plan import Endpoint, build_plan
-from pdtx.plan.runs import Int64s, Slices
+from pdtx.plan import Endpoint, Slices, TransferPlan, build_plan
+from pdtx.plan.runs import Int64s
 from pdtx.testing.codes import code_rows, codes_for, fill_codes
 from pdtx.transports import Placement, Region, TransferKey
 from pdtx.transports.tcp import TcpMover
@@ -106,7 +106,7 @@ class _Consumer(_Side):
 
     def _receive_bulk(self, sock: socket.socket) -> None:
         self._pipe.send(None)
-        view = memoryview(self.bulk.numpy())
+        view = _bytes_of(self.bulk)
         while view:
             view = view[sock.recv_into(view) :]
         sock.sendall(b"!")
@@ -120,9 +120,13 @@ class _Consumer(_Side):
         return found.wrong, int((self.bulk != 0xAA).sum())
 
 
-def _plans(cache: PagedKVCache, source_ids: Int64s, destination_ids: Int64s) -> list:
+def _plans(cache: PagedKVCache, source_ids: Int64s, destination_ids: Int64s) -> list[TransferPlan]:
     src, dst = Endpoint(cache.layout, source_ids), Endpoint(cache.layout, destination_ids)
     return [build_plan(src, dst, range(TOKENS), range(layer, layer + 1)) for layer in range(LAYERS)]
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    return memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy's stubs leave the buffer protocol out
 
 
 def _consume(pipe: Pipe) -> None:
@@ -165,7 +169,7 @@ class _Producer(_Side):
         """Send the contiguous buffer; return the seconds to the confirmation."""
         self._ask("bulk")
         begun = time.perf_counter()
-        self._sock.sendall(self.bulk.numpy())
+        self._sock.sendall(_bytes_of(self.bulk))
         self._sock.recv(1)
         return time.perf_counter() - begun
 

@@ -16,8 +16,10 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_ITEMS = 1 << 22
 _MAX_TEXT = 1 << 20
+_MAX_ERROR = 300
 
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")]
+Word = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Positive = Annotated[int, Meta(ge=1, le=2**62)]
@@ -45,7 +47,7 @@ class LayoutDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node's cache. spec: the class name as `kind`, and the spec's fields."""
 
-    spec: Annotated[dict[Id, int | str | None], Meta(max_length=64)]
+    spec: Annotated[dict[Id, int | Word | None], Meta(max_length=64)]
     model: Text
     fingerprint: Id
     num_layers: Positive
@@ -249,12 +251,13 @@ def decode(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Message:
             strict_map_key=True,
             max_str_len=_MAX_TEXT * 4,
             max_bin_len=limit,
-            max_array_len=_MAX_ITEMS,
+            # The parser makes room for what a list claims before it looks; none has more items than the message bytes.
+            max_array_len=min(_MAX_ITEMS, len(data)),
             max_map_len=1024,
             max_ext_len=0,
         )
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not msgpack: {error or type(error).__name__}") from None
+    except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not msgpack: {_brief(error) or type(error).__name__}") from None
     _check_version(fields)
     return _convert(fields)
 
@@ -263,8 +266,14 @@ def _convert(fields: object) -> Message:
     try:
         message: Message = msgspec.convert(fields, type=Message, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"malformed message: {error}") from None
+        raise ProtocolError(f"malformed message: {_brief(error)}") from None
     return message
+
+
+def _brief(error: Exception) -> str:
+    """One short line, though the error may quote what a peer has sent."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_ERROR else f"{text[: _MAX_ERROR // 2]} ... {text[-_MAX_ERROR // 2 :]}"
 
 
 def _check_version(fields: object) -> None:

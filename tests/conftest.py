@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 
 from pdtx.kvspec import FullAttentionSpec
 
-# Ten attempts at a failure that cannot be run again are worth less than one that can: no clock and, in CI, no chance.
-_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=100, **_COMMON)
-settings.register_profile("ci", max_examples=300, derandomize=True, database=None, **_COMMON)
+# No clock and, in CI, no chance: a failure that can be run again is worth more than one more example.
+_DEV = settings(max_examples=100, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", _DEV)
+settings.register_profile("ci", _DEV, max_examples=300, derandomize=True, database=None)
 settings.load_profile(os.environ.get("PDTX_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 

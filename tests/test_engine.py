@@ -1,5 +1,6 @@
 """KVProducer and KVConsumer against each other: no model, random K/V, real sockets where they matter."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.synchronize
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from pdtx import __version__
-from pdtx.cache import PagedKVCache
+from pdtx.cache import BlockAllocator, PagedKVCache
 from pdtx.engine import (
     InboundRequest,
     KVConsumer,
@@ -41,6 +42,7 @@ from pdtx.errors import (
     OutOfBlocks,
     PdtxError,
     PeerLost,
+    PeerUnreachable,
     PlanError,
     ProtocolError,
     TransferError,
@@ -60,6 +62,7 @@ from pdtx.protocol import (
     Hello,
     LayerDone,
     Message,
+    ReadReference,
     Refuse,
     Reject,
     TransferRequest,
@@ -98,6 +101,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATI
     while not condition():
         assert time.monotonic() < limit, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.005)
+
+
+def all_free(pool: BlockAllocator) -> bool:
+    return pool.num_free == pool.num_blocks - 1
 
 
 class Pair:
@@ -150,9 +157,8 @@ class Pair:
             self.close()
 
     def require_all_free(self, timeout_s: float = PATIENCE_S) -> None:
-        for side in (self.consumer, *self.producers):
-            pool = side.allocator
-            wait_until(lambda pool=pool: pool.num_free == pool.num_blocks - 1, f"{side.engine_id}: free", timeout_s)
+        for name, pool in [("consumer", self.consumer.allocator), *(("producer", p.allocator) for p in self.producers)]:
+            wait_until(partial(all_free, pool), f"all blocks of the {name} free", timeout_s)
 
     def close(self) -> None:
         for producer in self.producers:
@@ -402,7 +408,7 @@ def test_a_wrong_plan_is_caught_with_the_coordinate_and_its_true_source() -> Non
 
 
 def free_block(pair: Pair, request: InboundRequest) -> tuple[int, int]:
-    return pair.consumer.allocator.inspect_free(lambda ids: int(ids[-1])), 0
+    return int(pair.consumer.allocator.free_blocks().ids[-1]), 0
 
 
 def tail_of_last_block(pair: Pair, request: InboundRequest) -> tuple[int, int]:
@@ -461,7 +467,7 @@ def test_nothing_is_compared_with_blocks_that_the_producer_has_given_back() -> N
         ready = pair.next_ready()
         pair.consumer.release(ready)
         assert pair.producer.wait_for_blocks(pair.source.num_blocks - 1, PATIENCE_S)
-        with pytest.raises(TransferError, match="failed in verification: request r is not here any more"):
+        with pytest.raises(TransferError, match="failed in verification and decoding: request r is not here any more"):
             pair.consumer.verify(ready)
         pair.consumer.let_go(ready)
 
@@ -508,6 +514,53 @@ def test_a_transfer_that_fails_fails_the_request_under_its_own_name() -> None:
             pair.producer.wait(request)
         wait_until(lambda: received.error is not None, "the consumer to learn of it")
         assert "cannot be put" in str(received.error)
+
+
+def test_a_device_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+
+        def broken_fence() -> None:
+            raise RuntimeError("device-side assert\nwith many lines")
+
+        monkeypatch.setattr("pdtx.engine.producer.record_fence", lambda _: broken_fence)
+        pair.producer.layer_ready(request, 0, 0, 20)
+        with pytest.raises(TransferError, match=r"^shipping failed: RuntimeError: device-side assert with many lines$"):
+            pair.producer.wait(request)
+        monkeypatch.undo()
+        ship(pair.producer, begin(pair.producer, 20, "next"))
+        pair.finish(pair.next_ready())
+
+
+def test_reference_data_that_no_message_can_carry_fails_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+        ship(pair.producer, request)
+        ready = pair.next_ready()
+        monkeypatch.setattr("pdtx.protocol.MAX_MESSAGE_BYTES", 1000)
+        with pytest.raises(
+            TransferError,
+            match=r"failed in verification .*: a Reference of \d+ bytes exceeds the limit",
+        ):
+            pair.consumer.verify(ready)
+        monkeypatch.undo()
+        pair.consumer.let_go(ready)
+        ship(pair.producer, begin(pair.producer, 20, "next"))
+        pair.finish(pair.next_ready())
+
+
+@pytest.mark.parametrize("part", [(LAYERS, 0, 20), (0, 0, 21), (0, 15, 5)], ids=str)
+def test_reference_data_beyond_the_request_is_refused(part: tuple[int, int, int]) -> None:
+    with Pair() as pair:
+        ship(pair.producer, begin(pair.producer, 20))
+        ready = pair.next_ready()
+        layer, start, stop = part
+        pair.consumer._send(
+            ready.session, ReadReference(request_id="r", layer=layer, token_start=start, token_stop=stop)
+        )
+        wait_until(lambda: ready.error is not None, "a refusal")
+        assert "failed in verification" in str(ready.error)
+        pair.consumer.let_go(ready)
 
 
 class FailingMover(Mover):
@@ -1043,6 +1096,38 @@ def test_who_has_no_session_is_told() -> None:
         assert "hello" in rogue.lost[0]
 
 
+def test_an_echo_is_no_consumer() -> None:
+    """It repeats ZeroMQ's own handshake too, so only the answer to hello tells."""
+
+    def echo(server: socket.socket) -> None:
+        with contextlib.suppress(OSError), server.accept()[0] as stranger:
+            while data := stranger.recv(4096):
+                stranger.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=echo, args=(server,))
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        producer = KVProducer(make_cache(), describe(make_cache()), make_mover("inproc"))
+        with pytest.raises(DeadlineExceeded, match=f"the handshake's answer from {address}"):
+            producer.connect(address, security=OPEN, timeout_s=0.5)
+        producer.close()
+        producer.mover.close()
+        thread.join()
+
+
+def test_nobody_listening_leaves_nothing_behind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    leaks = Leaks()
+    producer = KVProducer(make_cache(), describe(make_cache()), make_mover("inproc"))
+    with pytest.raises(PeerUnreachable, match=address):
+        producer.connect(address, security=OPEN, timeout_s=0.2)
+    producer.close()
+    producer.mover.close()
+    leaks.require_none("a producer that found nobody")
+
+
 def test_a_hello_that_comes_while_the_consumer_starts_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowListener(Listener):
         def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401
@@ -1119,6 +1204,7 @@ def test_a_consumer_that_closes_fails_what_it_had() -> None:
         going, queued = begin(pair.producer, 40, "going"), begin(pair.producer, 40, "queued")
         pair.received("queued")
         ship(pair.producer, going, complete=False)
+        wait_until(lambda: going.unsent == 0, "all layers sent")
         pair.consumer.close()
         for request in (going, queued):
             with pytest.raises(PdtxError, match=r"decode-.* (is closing|closed)|closed the connection"):
@@ -1186,9 +1272,9 @@ SILENCE_S = 1.0
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that gives up silent producers soon."""
-    soon = {"silence_s": SILENCE_S, "heartbeat_s": SILENCE_S / 5}
-    monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, **soon))
-    monkeypatch.setattr("pdtx.engine.producer.Dialer", partial(Dialer, **soon))
+    beat_s = SILENCE_S / 5
+    monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, silence_s=SILENCE_S, heartbeat_s=beat_s))
+    monkeypatch.setattr("pdtx.engine.producer.Dialer", partial(Dialer, silence_s=SILENCE_S, heartbeat_s=beat_s))
 
 
 @pytest.mark.usefixtures("impatient")

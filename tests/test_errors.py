@@ -25,7 +25,7 @@ from pdtx.errors import (
     VerificationError,
 )
 
-ALL = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls.__module__ == errors.__name__]
+ALL: list[type[PdtxError]] = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
 
 
 @pytest.mark.parametrize("cls", ALL)

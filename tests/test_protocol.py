@@ -1,4 +1,7 @@
 import contextlib
+import math
+import time
+import tracemalloc
 from typing import Any, get_args
 
 import msgpack
@@ -160,15 +163,46 @@ def test_size_is_checked_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None
         decode(bytes(MAX_MESSAGE_BYTES + 1))
 
 
-def test_deep_nesting_is_refused() -> None:
-    with pytest.raises(ProtocolError):
-        decode(b"\x91" * 1_000_000)
+@pytest.mark.parametrize("bomb", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x3f\xff\xff", b"\xdd\x00\x00\x10\x00"], ids=repr)
+@pytest.mark.parametrize("levels", [500, 1000, 200_000])
+def test_deep_nesting_is_refused_in_little_time_and_memory(bomb: bytes, levels: int) -> None:
+    tracemalloc.start()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(ProtocolError):
+            decode(bomb * levels)
+        assert time.monotonic() - begun < 1.0
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
 def test_claimed_lengths_are_not_believed(claim: bytes) -> None:
     with pytest.raises(ProtocolError, match="not msgpack"):
         decode(claim)
+
+
+@pytest.mark.parametrize("data", [b"\xc7\x00\x05", b"\xd4\x05\x00", b"\xd6\xff\x00\x00\x00\x00"], ids=repr)
+def test_extension_types_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e10])
+def test_deadlines_are_finite(seconds: float) -> None:
+    assert "deadline_s" in refused(fields_of(MESSAGES[4]) | {"deadline_s": seconds})
+
+
+def test_errors_stay_short_lines_whatever_they_quote() -> None:
+    for fields in ({"type": "a\nb" * 100_000}, {"type": "reject", "a\nb" * 1000: 1}, {"a\nb" * 1000: 1}):
+        assert len(refused(fields)) < 400
+
+
+def test_words_of_a_spec_are_bounded() -> None:
+    cache = fields_of(HELLO)["cache"]
+    long = cache | {"spec": cache["spec"] | {"dtype": "x" * 257}}
+    assert "spec" in refused(fields_of(HELLO) | {"cache": long})
 
 
 @pytest.mark.parametrize(("message", "sides"), [(HELLO, ("9", "1")), (WELCOME, ("1", "9"))])

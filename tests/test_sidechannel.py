@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import pytest
@@ -31,8 +31,7 @@ from pdtx.sidechannel import (
     load_secret,
     parse_address,
 )
-
-End = TypeVar("End", Listener, Dialer)
+from pdtx.sidechannel.address import resolve
 
 PLAIN = Security()
 BEAT, SILENCE = 0.1, 0.6
@@ -245,6 +244,19 @@ def test_close_sends_what_is_queued_and_says_goodbye(make: Make) -> None:
     client.end.close()
 
 
+def test_close_lets_large_messages_leave(make: Make) -> None:
+    server = make(Server)
+    client = make(Client, server.address)
+    client.end.send(release(0))
+    peer, _ = server.messages.get(timeout=PATIENCE)
+    message = Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=bytes(8 << 20))
+    for _ in range(8):
+        server.end.send(peer, message)
+    server.end.close(linger_s=PATIENCE)
+    client.losses.get(timeout=PATIENCE)
+    assert client.messages.qsize() == 8
+
+
 def test_a_dialers_goodbye_is_told_promptly_and_once(make: Make) -> None:
     server = make(Server, silence_s=60.0)
     client = make(Client, server.address)
@@ -338,6 +350,23 @@ def test_a_listener_that_dies_or_stops_is_lost(make: Make, sign: signal.Signals)
         assert time.monotonic() - begun < (0.5 if sign == signal.SIGKILL else SILENCE + 1.0)
 
 
+def test_what_a_listener_said_before_it_died_is_heard(make: Make) -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.SNDHWM, 0)  # or it drops what the client does not take at once
+    try:
+        client = make(Client, f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+        client.end.send(release(0))
+        peer, _ = router.recv_multipart()
+        for number in range(2000):
+            router.send_multipart([peer, msgpack.packb({"type": "release", "request_id": str(number)})])
+    finally:
+        router.close(linger=2000)
+        context.term()
+    assert client.losses.get(timeout=PATIENCE) == "it closed the connection"
+    assert client.messages.qsize() == 2000
+
+
 def test_a_restarted_listener_is_not_taken_for_the_old_one(make: Make) -> None:
     with process("listen", LOCAL) as (peer, endpoint):
         old = make(Client, endpoint)
@@ -394,6 +423,56 @@ def test_something_that_accepts_and_says_nothing_is_unreachable() -> None:
         Client(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=0.4)
 
 
+def http(stranger: socket.socket) -> None:
+    stranger.recv(4096)
+    stranger.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
+def banner(stranger: socket.socket) -> None:
+    stranger.sendall(b"220 mail ready\r\n")
+    stranger.recv(4096)
+    stranger.recv(4096)
+
+
+def hang_up(stranger: socket.socket) -> None:
+    pass
+
+
+@pytest.mark.parametrize("serve", [http, banner, hang_up])
+def test_another_kind_of_server_is_told_within_the_deadline(serve: Callable[[socket.socket], None]) -> None:
+    def run(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as stranger, contextlib.suppress(ConnectionError):
+                    serve(stranger)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=run, args=(server,))
+        thread.start()
+        before = set(threading.enumerate())
+        begun = time.monotonic()
+        with pytest.raises((AuthenticationFailed, PeerUnreachable), match=address):
+            Client(address, timeout_s=0.5)
+        assert time.monotonic() - begun < 1.0
+        assert set(threading.enumerate()) == before
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", [zmq.PUB, zmq.PULL])
+def test_another_kind_of_socket_is_told_within_the_deadline(kind: int) -> None:
+    context = zmq.Context()
+    other = context.socket(kind)
+    try:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        with pytest.raises((AuthenticationFailed, PeerUnreachable), match=str(port)):
+            Client(f"127.0.0.1:{port}", timeout_s=0.5)
+    finally:
+        other.close(linger=0)
+        context.term()
+
+
 def test_a_listener_that_comes_late_is_found(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -448,6 +527,14 @@ def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.Mo
     found = [(0, 0, 0, "", ("127.0.0.1", 0)), (0, 0, 0, "", ("192.0.2.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     assert not is_loopback("both")
+
+
+def test_a_name_means_its_ipv4_address_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(0, 0, 0, "", ("::1", 0, 0, 0)), (0, 0, 0, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert resolve("both") == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[:1])
+    assert resolve("six") == "::1"
 
 
 def test_port_zero_cannot_be_dialled() -> None:
@@ -620,6 +707,24 @@ def test_another_version_is_rejected_by_field(make: Make, raw: Callable[[str], "
     answer = decode(stranger.recv())
     assert isinstance(answer, Reject)
     assert (answer.field, answer.producer, answer.consumer) == ("protocol", "9", str(PROTOCOL_VERSION))
+
+
+def test_a_listener_of_another_version_is_named_to_the_dialer(make: Make) -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    try:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        client = make(Client, f"127.0.0.1:{port}")
+        client.end.send(Bye(reason="hello"))
+        future = msgpack.packb({"type": "welcome", "protocol": 9, "of_the_future": True})
+        router.send_multipart([router.recv_multipart()[0], future])
+        answer = client.messages.get(timeout=PATIENCE)
+        assert isinstance(answer, Reject)
+        assert (answer.field, answer.producer, answer.consumer) == ("protocol", str(PROTOCOL_VERSION), "9")
+        assert answer.advice
+    finally:
+        router.close(linger=0)
+        context.term()
 
 
 def test_a_listener_that_talks_garbage_is_lost(make: Make) -> None:

@@ -92,10 +92,12 @@ class BlockAllocator:
     def free(self, blocks: Blocks) -> None:
         """Give blocks back; those that are held follow when their last hold ends.
 
-        Raises StaleBlocks, giving back none, if one of them was given back before.
+        Raises StaleBlocks, giving back none, if one of them was given back before or is named twice.
         """
         with self._lock:
             self._check(blocks)
+            if len(np.unique(blocks.ids)) < len(blocks):
+                raise StaleBlocks(f"a block is named twice in one free: {blocks.ids.tolist()}")
             self._generations[blocks.ids] += 1
             self._used[blocks.ids] = False
             returning = blocks.ids[self._holds[blocks.ids] == 0]

@@ -38,6 +38,7 @@ def layout_of(description: CacheDescription) -> KVCacheLayout:
     try:
         axes = tuple(Axis(axis.name, axis.extent, axis.stride) for axis in wire.axes)
         layout = KVCacheLayout(wire.name, axes, wire.itemsize, wire.size_bytes)
+        itemsize = dtype_size(str(spec.get("dtype")))
     except PdtxError as error:
         raise ProtocolError(f"the peer's layout cannot be: {error}") from error
     promised = {
@@ -51,7 +52,7 @@ def layout_of(description: CacheDescription) -> KVCacheLayout:
     for name, extent in promised.items():
         if layout.extent(name) != extent:
             raise ProtocolError(f"the peer's layout has {layout.extent(name)} on axis {name}, its spec says {extent}")
-    if layout.itemsize != dtype_size(str(spec.get("dtype"))):
+    if layout.itemsize != itemsize:
         raise ProtocolError(f"the peer's layout has elements of {layout.itemsize} bytes, its spec {spec.get('dtype')}")
     return layout
 

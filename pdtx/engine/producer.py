@@ -274,15 +274,35 @@ class KVProducer:
 
     def _ship(self) -> None:
         while (item := self._work.get()) is not None:
-            if isinstance(item, ReadReference):
-                self._answer_reference(item)
-                continue
             try:
-                self._post(item.request, item.layers, item.tokens, item.fence)
+                if isinstance(item, ReadReference):
+                    self._answer_reference(item)
+                else:
+                    self._post(item.request, item.layers, item.tokens, item.fence)
             except PdtxError as error:
-                # In this order: settled first, it would look like a request that is complete.
-                self.fail(item.request, error)
-                self._settle(item.request)
+                self._not_shipped(item, error)
+            except Exception as error:
+                # A device that failed must not leave the other requests without their shipper.
+                logger.exception("shipping failed")
+                reason = " ".join(str(error).split())
+                self._not_shipped(item, TransferError(f"shipping failed: {type(error).__name__}: {reason}"))
+
+    def _not_shipped(self, item: Piece | ReadReference, error: PdtxError) -> None:
+        if isinstance(item, Piece):
+            self._drop(item.request, error)
+            return
+        with self._changed:
+            request = self._requests.get(item.request_id)
+        if request is not None:
+            self.fail(request, error)
+        else:
+            self._send(Failure(request_id=item.request_id, phase="verification", reason=str(error)[:1000]))
+
+    def _drop(self, request: OutboundRequest, error: PdtxError) -> None:
+        """Fail a request whose slice will not arrive."""
+        # In this order: settled first, it would look like a request that is complete.
+        self.fail(request, error)
+        self._settle(request)
 
     def _post(self, request: OutboundRequest, layers: range, tokens: range, fence: Callable[[], None]) -> None:
         grant, layout, connection = request.grant, self._consumer_layout, self._connection
@@ -302,8 +322,7 @@ class KVProducer:
 
     def _on_sent(self, request: OutboundRequest, handle: TransferHandle) -> None:
         if handle.error is not None:
-            self.fail(request, handle.error)
-            self._settle(request)
+            self._drop(request, handle.error)
             return
         with self._changed:
             request.posts.append((handle.posted, handle.sent))
@@ -418,16 +437,12 @@ class KVProducer:
     def _answer_reference(self, message: ReadReference) -> None:
         with self._changed:
             request = self._requests.get(message.request_id)
-        try:
-            if request is None or request.released:
-                raise ProtocolError(f"request {message.request_id} is not here any more")
-            if message.layer >= self.cache.num_layers or message.token_stop > len(request.token_ids):
-                raise ProtocolError(f"layer {message.layer} token {message.token_stop} is beyond the request")
-            block_ids = torch.as_tensor(request.blocks.ids, device=self.cache.device)
-            data = self.cache.canonical(message.layer, block_ids, message.token_start, message.token_stop)
-        except PdtxError as error:
-            self._send(Failure(request_id=message.request_id, phase="verification", reason=str(error)[:1000]))
-            return
+        if request is None or request.released:
+            raise ProtocolError(f"request {message.request_id} is not here any more")
+        if message.layer >= self.cache.num_layers or message.token_stop > len(request.token_ids):
+            raise ProtocolError(f"layer {message.layer} token {message.token_stop} is beyond the request")
+        block_ids = torch.as_tensor(request.blocks.ids, device=self.cache.device)
+        data = self.cache.canonical(message.layer, block_ids, message.token_start, message.token_stop)
         reference = Reference(
             request_id=message.request_id,
             layer=message.layer,

@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 def resolve(host: str) -> str:
     """Return the numeric address to use for a host, IPv4 where there is one. Raises InputError if nothing.
 
-    ZeroMQ binds to no names; and both ends must make the same choice of a name with addresses of both families.
+    Left to ZeroMQ, the two ends could choose differently for a name with addresses of both families.
     """
     return min(_lookup(host), key=lambda address: ":" in address)
 

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdtx.errors import AuthenticationFailed, InputError, PeerUnreachable, ProtocolError
-from pdtx.protocol import Message
+from pdtx.errors import AuthenticationFailed, IncompatiblePeer, InputError, PeerUnreachable, ProtocolError
+from pdtx.protocol import Message, Reject
 from pdtx.sidechannel.address import join_address, parse_address, resolve
 from pdtx.sidechannel.channel import HEARTBEAT, Channel
 from pdtx.sidechannel.keys import Security
@@ -168,7 +169,12 @@ class Dialer(Channel):
             self._on_message(message)
 
     def _malformed(self, peer: bytes, error: ProtocolError) -> None:
-        self._gone.setdefault(peer, str(error))
+        if isinstance(error, IncompatiblePeer):
+            # Told as a rejection, which names the field, and not as a loss.
+            reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
+            self._call(partial(self._deliver, peer, reject))
+        else:
+            self._gone.setdefault(peer, str(error))
 
     def _lose(self, peer: bytes, reason: str) -> None:
         if not self._lost:

@@ -131,10 +131,8 @@ class Listener(Channel):
             self._blamed.add(peer)
             logger.warning("peer %s sent no message of ours: %s", peer.hex(), error)
         if isinstance(error, IncompatiblePeer):
-            advice = "run the same pdtx on both sides"
-            self._send(
-                peer, encode(Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=advice))
-            )
+            reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
+            self._send(peer, encode(reject))
 
     def _lose(self, peer: bytes, reason: str) -> None:
         if self._heard_at.pop(peer, None) is not None:

@@ -401,7 +401,7 @@ def check_failing_receiver(subject: Subject) -> None:
 
     for hooks in ("before_place", "before_placed"):
         calls = itertools.count()
-        receiver = FaultyReceiver(grants, **{hooks: fail_first})  # type: ignore[arg-type]
+        receiver = FaultyReceiver(grants, **{hooks: fail_first})
         with MoverPair(subject.make, subject.listen_at, receiver, grants) as pair:
             connection = pair.connect()
             scene = Scene()

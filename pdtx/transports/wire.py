@@ -2,6 +2,7 @@
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 15, 5, 3
 # The kernel gives up on bytes nobody acknowledges. It also counts the time in which a peer's window is shut, so it must
 # stay well above what a busy consumer may take before it reads on.
 _USER_TIMEOUT_MS = 120_000
+# How long a call that moves a payload sleeps in the kernel before it comes back to look at the clock. Sleeping there and
+# not in poll() spares a refused call and a trip through Python each time the socket runs dry: 10 % of the rate.
+_TICK_US = 50_000
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -76,8 +80,11 @@ class Wire:
     """
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
-        sock.setblocking(False)
+        sock.setblocking(True)
         tune(sock)
+        tick = struct.pack("ll", 0, _TICK_US)  # struct timeval
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         self.peer = peer
         self._sock = sock
         self._fd = sock.fileno()
@@ -95,7 +102,7 @@ class Wire:
 
         def step() -> int:
             nonlocal view
-            sent = self._sock.send(view)
+            sent = self._sock.send(view, socket.MSG_DONTWAIT)
             view = view[sent:]
             return sent
 
@@ -108,7 +115,7 @@ class Wire:
 
         def step() -> int:
             nonlocal left
-            got = self._sock.recv_into(left)
+            got = self._sock.recv_into(left, 0, socket.MSG_DONTWAIT)
             left = left[got:]
             return self._some(got)
 
@@ -119,7 +126,7 @@ class Wire:
         self, vectors: Iovecs, phase: str, deadline: float = FOREVER, progress: Callable[[int], None] | None = None
     ) -> None:
         """Send the ranges; progress is told the bytes of each step."""
-        self._vectors(writev, vectors, select.POLLOUT, phase, deadline, FOREVER, progress)
+        self._vectors(writev, vectors, phase, deadline, FOREVER, progress)
 
     def receive_vectors(
         self,
@@ -130,13 +137,12 @@ class Wire:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the ranges; progress is told the bytes of each step."""
-        self._vectors(readv, vectors, select.POLLIN, phase, deadline, stall_s, progress)
+        self._vectors(readv, vectors, phase, deadline, stall_s, progress)
 
     def _vectors(
         self,
         call: VectorCall,
         vectors: Iovecs,
-        event: int,
         phase: str,
         deadline: float,
         stall_s: float,
@@ -150,7 +156,7 @@ class Wire:
                 progress(moved)
             return moved
 
-        self._all(step, cursor.total, event, phase, deadline, stall_s)
+        self._all(step, cursor.total, None, phase, deadline, stall_s)
 
     def discard(self, nbytes: int, phase: str, stall_s: float) -> None:
         """Receive nbytes and throw them away."""
@@ -159,7 +165,7 @@ class Wire:
 
         def step() -> int:
             nonlocal left
-            got = self._some(self._sock.recv_into(scrap[: min(left, len(scrap))]))
+            got = self._some(self._sock.recv_into(scrap[: min(left, len(scrap))], 0, socket.MSG_DONTWAIT))
             left -= got
             return got
 
@@ -175,9 +181,12 @@ class Wire:
         return received
 
     def _all(
-        self, step: Callable[[], int], nbytes: int, event: int, phase: str, deadline: float, stall_s: float
+        self, step: Callable[[], int], nbytes: int, event: int | None, phase: str, deadline: float, stall_s: float
     ) -> None:
-        """Repeat step, which moves some bytes, until nbytes are through."""
+        """Repeat step, which moves some bytes, until nbytes are through.
+
+        event: what to poll for when step finds nothing to do; None if step itself has waited for a tick then.
+        """
         begun = last = time.monotonic()
         done = 0
         while done < nbytes:
@@ -185,7 +194,8 @@ class Wire:
                 done += step()
                 last = time.monotonic()
             except (BlockingIOError, InterruptedError):
-                self._poll(event, min(deadline, last + stall_s))
+                if event is not None:
+                    self._poll(event, min(deadline, last + stall_s))
             except OSError as error:
                 raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
             now = time.monotonic()

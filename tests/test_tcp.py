@@ -1,0 +1,415 @@
+"""What only TCP can meet: peers that die or stop, hostile clients, and the sockets themselves."""
+
+import os
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pdtx.errors import DeadlineExceeded, InputError, PeerLost, PeerUnreachable, ProtocolError, TransferError
+from pdtx.plan import Runs, Slices
+from pdtx.testing import Gate, GrantingReceiver, MoverPair, Scene
+from pdtx.testing.contract import require_works, start
+from pdtx.testing.pair import open_descriptors
+from pdtx.transports import Connection, Placement, Region, TransferKey, TransferState
+from pdtx.transports import tcp_consumer as consumer_module
+from pdtx.transports.tcp import TcpMover
+from pdtx.transports.tcp_frames import Header, pack_ack
+from pdtx.transports.tcp_handshake import prove_to_consumer
+from pdtx.transports.wire import Wire, split_address
+from tests.tcp_consumer_process import NBYTES, SESSION, whole
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def key(layer: int = 0) -> TransferKey:
+    return TransferKey("request", layer, layer + 1, 0, 16)
+
+
+@contextmanager
+def remote_consumer(token: bytes) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    command = [sys.executable, "-m", "tests.tcp_consumer_process", token.hex()]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+@contextmanager
+def remote_connection() -> Iterator[tuple["subprocess.Popen[str]", Connection, Region]]:
+    token = secrets.token_bytes(32)
+    mover = TcpMover()
+    try:
+        with remote_consumer(token) as (process, address):
+            connection = mover.connect(address, SESSION, token, time.monotonic() + 10)
+            yield process, connection, Region(torch.ones(NBYTES, dtype=torch.uint8))
+    finally:
+        mover.close()
+
+
+def all_of_it() -> Runs:
+    offsets, nbytes = whole()
+    return Runs(offsets, offsets, nbytes)
+
+
+# -- peers that die or stop --------------------------------------------------------------------------------------------
+
+
+def test_killed_peer_is_reported_at_once() -> None:
+    with remote_connection() as (process, connection, region):
+        handles = [connection.put(key(layer), region, all_of_it(), time.monotonic() + 30) for layer in (0, 1, 2)]
+        handles[0].wait()
+        time.sleep(0.1)
+        assert 0 < handles[1].moved < NBYTES, "the kill must come in the middle of a payload"
+        process.kill()
+        killed = time.monotonic()
+        for handle in handles[1:]:
+            with pytest.raises(PeerLost, match=handle.peer):
+                handle.wait()
+            assert handle.state is TransferState.FAILED
+        assert time.monotonic() - killed < 2
+
+
+@pytest.mark.parametrize("payload", ["larger than the kernel buffers", "buffered by the kernel"])
+def test_stopped_peer_ends_at_the_deadline(payload: str) -> None:
+    with remote_connection() as (process, connection, region):
+        connection.put(key(), region, all_of_it(), time.monotonic() + 30).wait()
+        process.send_signal(signal.SIGSTOP)
+        runs = all_of_it()
+        if payload.startswith("buffered"):
+            runs = Runs(runs.src, runs.dst, np.array([4096]))
+        begun = time.monotonic()
+        handle = connection.put(key(), region, runs, begun + 1.0)
+        with pytest.raises(DeadlineExceeded, match=f"from {handle.peer}") as caught:
+            handle.wait()
+        assert 0.5 < time.monotonic() - begun < 1.5
+        assert 0.5 < handle.ended - begun < 1.5
+        phase = "arrival" if payload.startswith("buffered") else "room to send"
+        assert phase in caught.value.phase
+        assert "bytes sent" in str(caught.value)
+
+
+def test_late_acknowledgement_leaves_the_connection_usable() -> None:
+    with remote_connection() as (process, connection, region):
+        connection.put(key(), region, all_of_it(), time.monotonic() + 30).wait()
+        process.send_signal(signal.SIGSTOP)
+        runs = all_of_it()
+        with pytest.raises(TransferError):
+            connection.put(key(), region, Runs(runs.src, runs.dst, np.array([4096])), time.monotonic() + 0.3).wait()
+        process.send_signal(signal.SIGCONT)
+        connection.put(key(), region, all_of_it(), time.monotonic() + 30).wait()
+
+
+# -- hostile clients ---------------------------------------------------------------------------------------------------
+
+
+def raw_client(pair: MoverPair) -> socket.socket:
+    sock = socket.create_connection(split_address(pair.address))
+    sock.settimeout(5)
+    return sock
+
+
+@contextmanager
+def proven_client(pair: MoverPair, session_id: str = "hostile") -> Iterator[socket.socket]:
+    token = secrets.token_bytes(32)
+    pair.grants.add_session(session_id, token)
+    with raw_client(pair) as sock:
+        prove_to_consumer(Wire(sock, "consumer"), session_id, token, time.monotonic() + 5)
+        sock.settimeout(5)
+        yield sock
+
+
+def inbound_threads() -> int:
+    return sum(thread.name == "pdtx-tcp-inbound" for thread in threading.enumerate())
+
+
+def wait_until(condition: str, holds: object, seconds: float = 3.0) -> None:
+    assert callable(holds)
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, f"not within {seconds} s: {condition}"
+        time.sleep(0.01)
+
+
+def test_random_bytes_are_dropped_and_others_served() -> None:
+    with MoverPair(TcpMover) as pair:
+        connection = pair.connect()
+        for seed in range(20):
+            with raw_client(pair) as sock:
+                sock.sendall(np.random.default_rng(seed).bytes(4096))
+                with suppress(ConnectionResetError):
+                    assert sock.recv(1) == b""
+        require_works(pair, connection)
+        wait_until("the threads of dropped connections end", lambda: inbound_threads() == 1)
+
+
+def test_silent_and_slow_clients_are_dropped_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 0.5)
+    with MoverPair(TcpMover) as pair, raw_client(pair) as silent, raw_client(pair) as half, raw_client(pair) as slow:
+        half.sendall(b"pdtx-tcp\0\1")
+        begun = time.monotonic()
+        require_works(pair, pair.connect())
+        while time.monotonic() - begun < 2.0:
+            try:
+                slow.sendall(b"p")
+            except OSError:
+                break
+            time.sleep(0.05)
+        assert time.monotonic() - begun < 1.5, "a client that sends a byte now and then kept its connection"
+        for sock in (silent, half):
+            assert sock.recv(1) == b""
+        wait_until("only the producer is left", lambda: inbound_threads() == 1)
+
+
+def test_a_crowd_of_silent_clients_neither_grows_nor_shuts_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer_module, "MAX_UNPROVEN", 8)
+    with MoverPair(TcpMover) as pair:
+        crowd = [raw_client(pair) for _ in range(40)]
+        try:
+            require_works(pair, pair.connect())
+            wait_until("the oldest silent clients are pushed out", lambda: inbound_threads() <= 9)
+        finally:
+            for sock in crowd:
+                sock.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Header(0, 1 << 62, key()).pack(),
+        Header(7, 16, key()).pack(),
+        b"KVpt" + b"\xff" * (len(Header(0, 0, key()).pack()) - 4),
+        b"nonsense" * 64,
+    ],
+    ids=["giant", "out of turn", "malformed", "no header"],
+)
+def test_bad_frames_end_only_their_own_connection(frame: bytes) -> None:
+    with MoverPair(TcpMover) as pair:
+        connection = pair.connect()
+        with proven_client(pair) as sock:
+            sock.sendall(frame)
+            with suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the hostile session")
+        assert not pair.grants.heard
+        require_works(pair, connection)
+
+
+def test_payload_that_stalls_is_given_up() -> None:
+    with MoverPair(lambda: TcpMover(stall_s=0.3)) as pair:
+        region = Region(torch.zeros(64, dtype=torch.uint8))
+        pair.grants.grant("hostile", key(), Placement(region, Slices(np.array([0]), np.array([64]))))
+        with proven_client(pair) as sock:
+            sock.sendall(Header(0, 64, key()).pack() + b"x" * 10)
+            pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of a stalled payload", 2.0)
+            assert sock.recv(1) == b""
+        (heard,) = pair.grants.heard
+        assert isinstance(heard.error, DeadlineExceeded)
+        assert heard.nbytes == 10
+        assert "payload of request" in str(heard.error)
+
+
+def test_payload_that_trickles_ends_at_the_grants_deadline() -> None:
+    with MoverPair(TcpMover) as pair:
+        region = Region(torch.zeros(4096, dtype=torch.uint8))
+        slices = Slices(np.array([0]), np.array([4096]))
+        pair.grants.grant("hostile", key(), Placement(region, slices, deadline=time.monotonic() + 0.5))
+        with proven_client(pair) as sock:
+            sock.sendall(Header(0, 4096, key()).pack())
+            begun = time.monotonic()
+            while not pair.grants.heard and time.monotonic() - begun < 3:
+                try:
+                    sock.sendall(b"x")
+                except OSError:
+                    break
+                time.sleep(0.02)
+        pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of a trickling payload")
+        assert time.monotonic() - begun < 1.5
+        assert isinstance(pair.grants.heard[0].error, DeadlineExceeded)
+
+
+def test_producer_that_leaves_mid_payload_is_heard_of() -> None:
+    with MoverPair(TcpMover) as pair:
+        region = Region(torch.zeros(64, dtype=torch.uint8))
+        pair.grants.grant("hostile", key(), Placement(region, Slices(np.array([0]), np.array([64]))))
+        with proven_client(pair) as sock:
+            sock.sendall(Header(0, 64, key()).pack() + b"x" * 10)
+        pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
+        (heard,) = pair.grants.heard
+        assert isinstance(heard.error, PeerLost)
+        assert heard.nbytes == 10
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0" * 67, b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9])
+def test_something_else_at_the_address_is_a_clear_error(answer: bytes) -> None:
+    mover = TcpMover()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(4096)
+                sock.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        host, port = server.getsockname()
+        with pytest.raises((PeerUnreachable, ProtocolError), match=f"{host}:{port}"):
+            mover.connect(f"{host}:{port}", SESSION, b"t" * 32, time.monotonic() + 5)
+        thread.join()
+    mover.close()
+
+
+def test_peer_that_never_answers_ends_at_the_deadline() -> None:
+    mover = TcpMover()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        begun = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="the answer to the greeting"):
+            mover.connect(f"{host}:{port}", SESSION, b"t" * 32, begun + 0.3)
+        assert 0.2 < time.monotonic() - begun < 0.8
+    mover.close()
+
+
+def test_acknowledgements_out_of_turn_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer_module, "pack_ack", lambda sequence, *rest: pack_ack(sequence + 1, *rest))
+    with MoverPair(TcpMover) as pair:
+        connection, scene = pair.connect(), Scene()
+        handle = start(pair, connection, scene, scene.plan())
+        with pytest.raises(PeerLost, match="out of turn"):
+            handle.wait()
+
+
+# -- life --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_never_crosses_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = bytearray()
+    send = Wire.send
+
+    def recording(wire: Wire, data: bytes, *rest: object) -> None:
+        sent.extend(data)
+        send(wire, data, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Wire, "send", recording)
+    monkeypatch.setattr(secrets, "token_bytes", lambda n: b"\x5a" * n)
+    with MoverPair(TcpMover) as pair:
+        token = os.urandom(32)
+        pair.grants.add_session("session", token)
+        pair.producer.connect(pair.address, "session", token, time.monotonic() + 5)
+    assert len(sent) > 200
+    assert token not in sent
+
+
+def test_idle_connection_still_works() -> None:
+    with MoverPair(lambda: TcpMover(stall_s=0.5)) as pair:
+        connection = pair.connect()
+        require_works(pair, connection)
+        time.sleep(2.5)
+        require_works(pair, connection)
+
+
+def test_thousands_of_transfers_leave_nothing_behind() -> None:
+    region = Region(torch.zeros(64, dtype=torch.uint8))
+    runs = Runs(np.array([0]), np.array([0]), np.array([64]))
+    with MoverPair(TcpMover) as pair:
+        connection = pair.connect()
+        connection.put(key(), region, Runs(runs.src, runs.dst, np.array([0])), time.monotonic() + 30)
+        descriptors, threads = open_descriptors(), threading.active_count()
+        for _ in range(20):
+            keys = [TransferKey("request", 0, 1, token, token + 1) for token in range(100)]
+            for each in keys:
+                pair.grants.grant("session", each, Placement(region, runs.destination()))
+            for handle in [connection.put(each, region, runs, time.monotonic() + 30) for each in keys]:
+                handle.wait()
+        assert open_descriptors() == descriptors
+        assert threading.active_count() <= threads + 1  # the watch over deadlines
+
+
+def test_connections_come_and_go_without_growth() -> None:
+    with MoverPair(TcpMover) as pair:
+        require_works(pair, pair.connect())
+        descriptors, threads = open_descriptors(), threading.active_count()
+        for number in range(50):
+            pair.connect(f"session-{number}").close()
+        wait_until("descriptors return", lambda: open_descriptors() == descriptors)
+        wait_until("threads return", lambda: threading.active_count() == threads)
+
+
+def test_close_is_prompt_with_an_idle_peer() -> None:
+    pair = MoverPair(TcpMover)
+    for number in range(4):
+        pair.connect(f"session-{number}")
+    begun = time.monotonic()
+    pair.close()
+    assert time.monotonic() - begun < 1.0
+    pair.close()
+
+
+def test_close_leaves_a_stuck_receiver_behind_in_time() -> None:
+    gate = Gate()
+
+    class Stuck(GrantingReceiver):
+        def place(self, session_id: str, key: TransferKey) -> Placement:
+            gate.hold()
+            return super().place(session_id, key)
+
+    grants = Stuck()
+    with MoverPair(TcpMover, receiver=grants, grants=grants) as pair:
+        connection, scene = pair.connect(), Scene()
+        start(pair, connection, scene, scene.plan())
+        gate.wait_reached()
+        begun = time.monotonic()
+        pair.close()
+        assert time.monotonic() - begun < 2.0
+        gate.open()
+    wait_until("the receiver's thread ends", lambda: inbound_threads() == 0)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:99999", "::1:5", ":5", "no such host:1"])
+def test_bad_addresses_are_input_errors(address: str) -> None:
+    mover = TcpMover()
+    with pytest.raises(InputError):
+        mover.listen(address, GrantingReceiver())
+    mover.close()
+
+
+def test_a_wildcard_is_not_advertised() -> None:
+    mover = TcpMover()
+    with pytest.raises(InputError, match="advertise"):
+        mover.listen("0.0.0.0:0", GrantingReceiver())
+    mover.close()
+    mover = TcpMover(advertise_host="node7")
+    assert mover.listen("0.0.0.0:0", GrantingReceiver()).startswith("node7:")
+    mover.close()
+
+
+def test_request_id_that_is_too_long_is_refused_at_put() -> None:
+    with MoverPair(TcpMover) as pair:
+        connection = pair.connect()
+        region = Region(torch.zeros(64, dtype=torch.uint8))
+        runs = Runs(np.array([0]), np.array([0]), np.array([64]))
+        with pytest.raises(InputError, match="129 bytes"):
+            connection.put(TransferKey("r" * 129, 0, 1, 0, 1), region, runs, time.monotonic() + 1)
+
+
+def test_another_version_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MoverPair(TcpMover) as pair, raw_client(pair) as sock:
+        sock.sendall(struct.pack("!8sH32sH128s", b"pdtx-tcp", 9, b"", 0, b""))
+        status, version = struct.unpack("!BH", sock.recv(67)[:3])
+        assert (status, version) == (2, 1)
