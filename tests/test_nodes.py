@@ -263,7 +263,7 @@ def test_curve_keys_work_and_are_needed(
         "--key", tmp_path / "decode.key_secret", "--peer-key", tmp_path / "prefill.key",
     )  # fmt: skip
     try:
-        common = ["--model", model, *WORK, "--connect", node.address, "--prompts", prompts, "--json"]
+        common: list[str | Path] = ["--model", model, *WORK, "--connect", node.address, "--prompts", prompts, "--json"]
         for own in ("stranger", "prefill"):
             keys = ["--key", tmp_path / f"{own}.key_secret", "--peer-key", tmp_path / "decode.key"]
             done = run("prefill_node", *common, *keys)
