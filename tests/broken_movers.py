@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pdtx.errors import PdtxError
 from pdtx.plan import Runs, Slices
 from pdtx.transports import Connection, Mover, Placement, Receiver, Region, TransferHandle, TransferKey
 from pdtx.transports.inproc import InprocMover, copy_slices
@@ -89,13 +90,13 @@ class DropsTheLastRun(_Wrapped):
         placing = _Placing(receiver, change)
         placed = placing.placed
 
-        def restoring(session_id: str, key: TransferKey, nbytes: int, error: object) -> None:
+        def restoring(session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
             for restore in self._restore:
                 restore()
             self._restore.clear()
             placed(session_id, key, nbytes, error)
 
-        placing.placed = restoring  # type: ignore[assignment]
+        placing.placed = restoring
         return placing
 
     def __init__(self) -> None:

@@ -493,7 +493,7 @@ def test_a_producer_that_fails_midway() -> None:
 
 def test_a_slice_that_cannot_be_sent_fails_the_request_under_its_own_name() -> None:
     """Not as a wrong completion: the last slice to fail must not look like the last to be sent."""
-    with Pair(wrap=partial(FailingMover, at=LAYERS)) as pair:
+    with Pair(wrap=partial(WrappedMover, wrap=partial(FailingConnection, at=LAYERS))) as pair:
         request = begin(pair.producer, 20)
         received = pair.received("r")
         wait_until(lambda: request.grant is not None, "a grant")
@@ -505,7 +505,7 @@ def test_a_slice_that_cannot_be_sent_fails_the_request_under_its_own_name() -> N
 
 
 def test_a_transfer_that_fails_fails_the_request_under_its_own_name() -> None:
-    with Pair(wrap=partial(FailingMover, at=LAYERS, late=True)) as pair:
+    with Pair(wrap=partial(WrappedMover, wrap=partial(FailingConnection, at=LAYERS, late=True))) as pair:
         request = begin(pair.producer, 20)
         received = pair.received("r")
         wait_until(lambda: request.grant is not None, "a grant")
@@ -514,6 +514,21 @@ def test_a_transfer_that_fails_fails_the_request_under_its_own_name() -> None:
             pair.producer.wait(request)
         wait_until(lambda: received.error is not None, "the consumer to learn of it")
         assert "cannot be put" in str(received.error)
+
+
+@pytest.mark.parametrize("ending", [None, TransferError("the connection broke")], ids=["arrives", "stops"])
+def test_the_producers_blocks_are_not_used_again_while_a_transfer_reads_them(ending: PdtxError | None) -> None:
+    handles = list[TransferHandle]()
+    with Pair(wrap=partial(WrappedMover, wrap=partial(HoldingConnection, handles=handles))) as pair:
+        request = begin(pair.producer, 20)
+        pair.producer.layer_ready(request, 0, 0, 20)
+        wait_until(lambda: bool(handles), "a transfer")
+        handles[0].post()
+        pair.producer.fail(request, TransferError("enough"))
+        time.sleep(0.1)
+        assert not all_free(pair.producer.allocator)
+        handles[0].finish(ending)
+        pair.require_all_free()
 
 
 def test_a_device_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,38 +578,54 @@ def test_reference_data_beyond_the_request_is_refused(part: tuple[int, int, int]
         pair.consumer.let_go(ready)
 
 
-class FailingMover(Mover):
-    """A mover whose at-th put fails, once computed() has been called: at once, or as a transfer (late)."""
+class WrappedMover(Mover):
+    """A mover whose connections are someone else's."""
 
     name = "inproc"
 
-    def __init__(self, inner: Mover, *, at: int, late: bool = False) -> None:
-        self.inner, self.at, self.late = inner, at, late
+    def __init__(self, inner: Mover, wrap: Callable[[Connection], Connection]) -> None:
+        self.inner, self.wrap = inner, wrap
 
     def listen(self, address: str, receiver: Receiver) -> str:
         return self.inner.listen(address, receiver)
 
     def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
-        return FailingConnection(self.inner.connect(address, session_id, token, deadline), self)
+        return self.wrap(self.inner.connect(address, session_id, token, deadline))
 
     def close(self) -> None:
         self.inner.close()
 
 
 class FailingConnection(Connection):
-    def __init__(self, inner: Connection, mover: FailingMover) -> None:
-        self.inner, self.mover, self.puts = inner, mover, 0
+    """Its at-th put fails, once computed() has been called: at once, or as a transfer (late)."""
+
+    def __init__(self, inner: Connection, *, at: int, late: bool = False) -> None:
+        self.inner, self.at, self.late, self.puts = inner, at, late, 0
 
     def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
         self.puts += 1
-        if self.puts < self.mover.at:
+        if self.puts < self.at:
             return self.inner.put(key, region, runs, deadline)
         time.sleep(0.2)  # until computed() has been called
-        if not self.mover.late:
+        if not self.late:
             raise PlanError("it cannot be put")
         handle = TransferHandle(key, 1, "peer", deadline)
         handle.finish(TransferError("it cannot be put"))
         return handle
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class HoldingConnection(Connection):
+    """Its transfers go on until the test ends them."""
+
+    def __init__(self, inner: Connection, handles: list[TransferHandle]) -> None:
+        self.inner, self.handles = inner, handles
+
+    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        self.handles.append(TransferHandle(key, runs.source().total, "peer", deadline))
+        return self.handles[-1]
 
     def close(self) -> None:
         self.inner.close()

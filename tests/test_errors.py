@@ -1,4 +1,5 @@
 import inspect
+from typing import cast
 
 import pytest
 
@@ -25,7 +26,7 @@ from pdtx.errors import (
     VerificationError,
 )
 
-ALL: list[type[PdtxError]] = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+ALL = cast("list[type[PdtxError]]", [cls for _, cls in inspect.getmembers(errors, inspect.isclass)])
 
 
 @pytest.mark.parametrize("cls", ALL)

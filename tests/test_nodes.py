@@ -265,7 +265,7 @@ def test_curve_keys_work_and_are_needed(
     try:
         common: list[str | Path] = ["--model", model, *WORK, "--connect", node.address, "--prompts", prompts, "--json"]
         for own in ("stranger", "prefill"):
-            keys = ["--key", tmp_path / f"{own}.key_secret", "--peer-key", tmp_path / "decode.key"]
+            keys: list[str | Path] = ["--key", tmp_path / f"{own}.key_secret", "--peer-key", tmp_path / "decode.key"]
             done = run("prefill_node", *common, *keys)
             assert done.code == (0 if own == "prefill" else 1), done.stderr
         assert {name: row["token_ids"] for name, row in done.requests.items()} == alone

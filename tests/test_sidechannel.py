@@ -245,16 +245,16 @@ def test_close_sends_what_is_queued_and_says_goodbye(make: Make) -> None:
 
 
 def test_close_lets_large_messages_leave(make: Make) -> None:
-    server = make(Server)
-    client = make(Client, server.address)
+    # A large message keeps the heartbeats behind it waiting, so silence must be longer than it takes.
+    server = make(Server, silence_s=PATIENCE)
+    client = make(Client, server.address, silence_s=PATIENCE)
     client.end.send(release(0))
     peer, _ = server.messages.get(timeout=PATIENCE)
-    message = Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=bytes(8 << 20))
-    for _ in range(8):
-        server.end.send(peer, message)
+    message = Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=bytes(60 << 20))
+    server.end.send(peer, message)
     server.end.close(linger_s=PATIENCE)
     client.losses.get(timeout=PATIENCE)
-    assert client.messages.qsize() == 8
+    assert client.messages.qsize() == 1
 
 
 def test_a_dialers_goodbye_is_told_promptly_and_once(make: Make) -> None:
@@ -693,7 +693,7 @@ def test_raw_tcp_does_not_hurt(make: Make) -> None:
 def test_oversize_frames_are_not_taken_in(make: Make, raw: Callable[[str], "zmq.Socket[bytes]"]) -> None:
     server = make(Server, echo=True)
     raw(server.end.endpoint).send(bytes(MAX_MESSAGE_BYTES + 1))
-    time.sleep(2 * BEAT)
+    time.sleep(1.0)  # long enough to take it in, if it were
     assert server.end.rejected == 0
     assert server.messages.empty()
     assert works(make, server)

@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from pdtx.errors import DeadlineExceeded, InputError, PeerLost, PeerUnreachable, ProtocolError, TransferError
+from pdtx.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    InputError,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+    TransferError,
+)
 from pdtx.plan import Runs, Slices
 from pdtx.testing import Gate, GrantingReceiver, MoverPair, Scene
 from pdtx.testing.contract import require_works, start
@@ -194,9 +202,10 @@ def test_a_crowd_of_silent_clients_neither_grows_nor_shuts_others_out(monkeypatc
         Header(0, 1 << 62, key()).pack(),
         Header(7, 16, key()).pack(),
         b"KVpt" + b"\xff" * (len(Header(0, 0, key()).pack()) - 4),
+        b"KVxx" + Header(0, 16, key()).pack()[4:],
         b"nonsense" * 64,
     ],
-    ids=["giant", "out of turn", "malformed", "no header"],
+    ids=["giant", "out of turn", "malformed", "wrong magic", "no header"],
 )
 def test_bad_frames_end_only_their_own_connection(frame: bytes) -> None:
     with MoverPair(TcpMover) as pair:
@@ -253,6 +262,39 @@ def test_producer_that_leaves_mid_payload_is_heard_of() -> None:
         (heard,) = pair.grants.heard
         assert isinstance(heard.error, PeerLost)
         assert heard.nbytes == 10
+
+
+def test_a_producer_without_the_token_is_refused_by_the_consumer() -> None:
+    with MoverPair(TcpMover) as pair, raw_client(pair) as sock:
+        pair.grants.add_session("guarded", secrets.token_bytes(32))
+        sock.sendall(struct.pack("!8sH32sH128s", b"pdtx-tcp", 1, b"n" * 32, 7, b"guarded"))
+        assert len(sock.recv(67, socket.MSG_WAITALL)) == 67
+        sock.sendall(b"p" * 32)
+        assert sock.recv(1) == b"\4", "a wrong proof was not refused"
+        assert sock.recv(1) == b""
+        assert not pair.grants.ended
+
+
+def test_an_impostor_learns_no_proof() -> None:
+    mover, heard = TcpMover(), list[bytes]()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(172, socket.MSG_WAITALL)
+                sock.sendall(struct.pack("!BH32s32s", 1, 1, b"n" * 32, b"p" * 32) + b"\3")
+                with suppress(ConnectionResetError):
+                    heard.append(sock.recv(32))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        host, port = server.getsockname()
+        with pytest.raises(AuthenticationFailed, match=f"{host}:{port}"):
+            mover.connect(f"{host}:{port}", SESSION, b"t" * 32, time.monotonic() + 5)
+        thread.join()
+    mover.close()
+    assert heard in ([], [b""]), "the producer proved itself to a peer that had not"
 
 
 @pytest.mark.parametrize("answer", [b"", b"\0" * 67, b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9])
@@ -359,6 +401,14 @@ def test_close_is_prompt_with_an_idle_peer() -> None:
     pair.close()
     assert time.monotonic() - begun < 1.0
     pair.close()
+
+
+def test_a_consumer_that_closes_leaves_no_thread_to_idle_producers() -> None:
+    with MoverPair(TcpMover) as pair:
+        for number in range(4):
+            pair.connect(f"session-{number}")
+        pair.consumer.close()
+        assert inbound_threads() == 0
 
 
 def test_close_leaves_a_stuck_receiver_behind_in_time() -> None:

@@ -18,8 +18,8 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 15, 5, 3
 # The kernel gives up on bytes nobody acknowledges. It also counts the time in which a peer's window is shut, so it must
 # stay well above what a busy consumer may take before it reads on.
 _USER_TIMEOUT_MS = 120_000
-# How long a call that moves a payload sleeps in the kernel before it comes back to look at the clock. Sleeping there and
-# not in poll() spares a refused call and a trip through Python each time the socket runs dry: 10 % of the rate.
+# How long a call that moves a payload sleeps in the kernel before it comes back to look at the clock. Sleeping there
+# and not in poll() spares a refused call and a trip through Python each time the socket runs dry: 10 % of the rate.
 _TICK_US = 50_000
 
 
