@@ -161,7 +161,8 @@ class _Producer(_Side):
             self._connection.put(TransferKey("r", layer, layer + 1, 0, TOKENS), self.region, plan.flat, deadline)
             for layer, plan in enumerate(self._plans)
         ]
-        for handle in handles:
+        # They arrive in order: waiting for the last one first wakes this thread once, not 32 times.
+        for handle in reversed(handles):
             handle.wait()
         return time.perf_counter() - begun
 

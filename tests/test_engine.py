@@ -531,6 +531,20 @@ def test_the_producers_blocks_are_not_used_again_while_a_transfer_reads_them(end
         pair.require_all_free()
 
 
+def test_a_consumer_that_is_done_early_does_not_cost_the_producers_blocks() -> None:
+    handles = list[TransferHandle]()
+    with Pair(wrap=partial(WrappedMover, wrap=partial(HoldingConnection, handles=handles))) as pair:
+        request = begin(pair.producer, 20)
+        pair.producer.layer_ready(request, 0, 0, 20)
+        wait_until(lambda: bool(handles), "a transfer")
+        received = pair.received("r")
+        pair.consumer.finish(received, finished(received))
+        assert pair.producer.wait(request).text == "done"
+        assert not all_free(pair.producer.allocator)
+        handles[0].finish()
+        pair.require_all_free()
+
+
 def test_a_device_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)

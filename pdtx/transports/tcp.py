@@ -69,7 +69,11 @@ class TcpMover(Mover):
     def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
         """Open a connection, see Mover. Raises also ProtocolError if the peer is of another version."""
         sock = _dial(address, self._options.socket_buffer_bytes, deadline)
-        wire = Wire(sock, address)
+        try:
+            wire = Wire(sock, address)
+        except OSError as error:  # gone again before it could be tuned
+            sock.close()
+            raise PeerUnreachable(f"connection to {address} broke: {error.strerror or error}") from None
         try:
             prove_to_consumer(wire, session_id, token, deadline)
             with self._lock:
