@@ -69,9 +69,11 @@ def decode(
         runner = load_runner(model, dtype, device, threads)
         cache, description = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
         plan_layout = cache.layout.with_swapped(*_two_axes(inject_fault)) if inject_fault else None
-        consumer = KVConsumer(cache, description, make_mover("tcp"), verify=verify, plan_layout=plan_layout)
+        consumer = KVConsumer(
+            cache, description, make_mover("tcp", advertise_host=advertise), verify=verify, plan_layout=plan_layout
+        )
         stack.callback(consumer.close)
-        address = consumer.listen(listen, data_port=data_port, security=security, advertise=advertise)
+        address = consumer.listen(listen, data_port=data_port, security=security)
         note(f"{consumer.engine_id} listening on {address}")
         if json:
             emit(f'{{"event": "listening", "address": "{address}"}}')

@@ -480,6 +480,7 @@ def test_a_producer_that_fails_midway() -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request, [10], complete=False)
         received = pair.received("r")
+        wait_until(lambda: request.grant is not None, "a grant")
         pair.producer.fail(request, TransferError("the model broke"))
         with pytest.raises(TransferError, match=r"^the model broke$"):
             pair.producer.wait(request)
@@ -862,8 +863,9 @@ def test_more_requests_than_blocks_wait_and_all_finish() -> None:
         for request in requests:
             ship(pair.producer, request)
         for _ in requests:
+            ready = pair.next_ready()
             assert pair.consumer.allocator.num_free < 3
-            pair.finish(pair.next_ready())
+            pair.finish(ready)
         assert [pair.producer.wait(request).text for request in requests] == ["done"] * len(requests)
 
 
@@ -1199,7 +1201,7 @@ def test_a_hello_that_comes_while_the_consumer_starts_is_answered(monkeypatch: p
 def test_a_wildcard_must_be_advertised() -> None:
     cache = make_cache()
     consumer = KVConsumer(cache, describe(cache), make_mover("tcp"), verify=False)
-    with pytest.raises(InputError, match="--advertise HOST"):
+    with pytest.raises(InputError, match="give one to advertise"):
         consumer.listen("0.0.0.0:0", security=Security(insecure=True))
     consumer.close()
 

@@ -18,6 +18,7 @@ import msgpack
 import pytest
 import zmq
 
+from pdtx.address import is_loopback, numeric_host, parse_address
 from pdtx.errors import AddressInUse, AuthenticationFailed, InputError, PeerUnreachable, ProtocolError
 from pdtx.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Bye, Failure, Message, Reference, Reject, Release, decode
 from pdtx.sidechannel import (
@@ -26,12 +27,9 @@ from pdtx.sidechannel import (
     Listener,
     Security,
     generate_keys,
-    is_loopback,
     load_public,
     load_secret,
-    parse_address,
 )
-from pdtx.sidechannel.address import resolve
 
 PLAIN = Security()
 BEAT, SILENCE = 0.1, 0.6
@@ -532,9 +530,9 @@ def test_a_name_is_loopback_only_if_all_its_addresses_are(monkeypatch: pytest.Mo
 def test_a_name_means_its_ipv4_address_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(0, 0, 0, "", ("::1", 0, 0, 0)), (0, 0, 0, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert resolve("both") == "127.0.0.1"
+    assert numeric_host("both") == "127.0.0.1"
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[:1])
-    assert resolve("six") == "::1"
+    assert numeric_host("six") == "::1"
 
 
 def test_port_zero_cannot_be_dialled() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdtx.address import parse_address
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -35,7 +36,7 @@ from pdtx.transports import tcp_consumer as consumer_module
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_frames import Header, pack_ack
 from pdtx.transports.tcp_handshake import prove_to_consumer
-from pdtx.transports.wire import Wire, split_address
+from pdtx.transports.wire import Wire
 from tests.tcp_consumer_process import NBYTES, SESSION, whole
 
 REPOSITORY = Path(__file__).parent.parent
@@ -127,7 +128,7 @@ def test_late_acknowledgement_leaves_the_connection_usable() -> None:
 
 
 def raw_client(pair: MoverPair) -> socket.socket:
-    sock = socket.create_connection(split_address(pair.address))
+    sock = socket.create_connection(parse_address(pair.address))
     sock.settimeout(5)
     return sock
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pdtx import __version__
+from pdtx.address import join_address, parse_address
 from pdtx.cache import BlockAllocator, PagedKVCache, Verification, compare, describe_mismatch
 from pdtx.cache.verify import NOTHING_COMPARED, Rows
 from pdtx.engine.describe import check_compatible, layout_of
@@ -20,7 +21,6 @@ from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
     IncompatiblePeer,
-    InputError,
     OutOfBlocks,
     PdtxError,
     PeerLost,
@@ -52,7 +52,7 @@ from pdtx.protocol import (
     TransferRequest,
     Welcome,
 )
-from pdtx.sidechannel import Listener, Security, join_address, parse_address
+from pdtx.sidechannel import Listener, Security
 from pdtx.transports import Mover, Placement, Region, TransferKey
 
 logger = logging.getLogger(__name__)
@@ -104,21 +104,14 @@ class KVConsumer:
 
     # -- serving ----------------------------------------------------------------------------------------------------
 
-    def listen(self, address: str, *, security: Security, data_port: int = 0, advertise: str | None = None) -> str:
+    def listen(self, address: str, *, security: Security, data_port: int = 0) -> str:
         """Serve producers at address ("HOST:PORT"), their payloads at data_port of the same host; return the address.
 
-        advertise: the host that producers reach this node at; needed where address is a wildcard.
-        Raises AddressInUse or InputError.
+        Raises AddressInUse, or InputError, for a wildcard address among others if the mover has none to advertise.
         """
         host, _ = parse_address(address)
-        if advertise is None and host in ("0.0.0.0", "::"):
-            raise InputError(
-                f"{address} listens on every address; name the one to reach this node at with --advertise HOST"
-            )
         bound = self.mover.listen(join_address(host, data_port), self)
-        _, port = parse_address(bound)
-        reached = join_address(advertise or host, port)
-        self._endpoints = [DataEndpoint(mover=self.mover.name, address=reached)]
+        self._endpoints = [DataEndpoint(mover=self.mover.name, address=bound)]
         with self._lock:  # a producer may say hello before this returns
             self._listener = Listener(address, self._on_message, self._on_lost, security=security)
         self._reaper.start()

@@ -8,9 +8,9 @@ from functools import partial
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdtx.address import join_address, numeric_host, parse_address
 from pdtx.errors import AuthenticationFailed, IncompatiblePeer, InputError, PeerUnreachable, ProtocolError
 from pdtx.protocol import Message, Reject
-from pdtx.sidechannel.address import join_address, parse_address, resolve
 from pdtx.sidechannel.channel import HEARTBEAT, Channel
 from pdtx.sidechannel.keys import Security
 from pdtx.sidechannel.protection import require_protection
@@ -66,7 +66,7 @@ class Dialer(Channel):
         if port == 0:
             raise InputError(f"cannot connect to port 0 of {address!r}")
         require_protection(host, security)
-        numeric = resolve(host)
+        numeric = numeric_host(host)
         super().__init__(zmq.DEALER, security, heartbeat_s, silence_s)
         self._target = f"tcp://{join_address(numeric, port)}"
         self._on_message, self._on_lost = on_message, on_lost

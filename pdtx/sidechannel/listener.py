@@ -8,9 +8,9 @@ from collections.abc import Callable
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from pdtx.address import join_address, numeric_host, parse_address
 from pdtx.errors import AddressInUse, IncompatiblePeer, ProtocolError
 from pdtx.protocol import Bye, Message, Reject, encode
-from pdtx.sidechannel.address import join_address, parse_address, resolve
 from pdtx.sidechannel.channel import HEARTBEAT, Channel
 from pdtx.sidechannel.keys import Security
 from pdtx.sidechannel.protection import require_protection
@@ -53,7 +53,7 @@ class Listener(Channel):
     ) -> None:
         host, port = parse_address(address)
         require_protection(host, security)
-        numeric = resolve(host)
+        numeric = numeric_host(host)
         super().__init__(zmq.ROUTER, security, heartbeat_s, silence_s)
         self._on_message, self._on_lost = on_message, on_lost
         self._heard_at: dict[bytes, float] = {}

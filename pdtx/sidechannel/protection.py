@@ -2,8 +2,8 @@
 
 import logging
 
+from pdtx.address import is_loopback
 from pdtx.errors import InputError
-from pdtx.sidechannel.address import is_loopback
 from pdtx.sidechannel.keys import Security, check_key
 
 logger = logging.getLogger(__name__)

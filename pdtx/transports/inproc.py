@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import ClassVar
 
+from pdtx.address import join_address, parse_address
 from pdtx.errors import (
     AddressInUse,
     AuthenticationFailed,
@@ -29,7 +30,6 @@ from pdtx.transports.base import (
 from pdtx.transports.iovec import check_placement, check_within
 from pdtx.transports.outbox import DeadlineWatch, Outbox
 from pdtx.transports.units import UnitGrid, common_unit
-from pdtx.transports.wire import join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class InprocMover(Mover):
 
     def listen(self, address: str, receiver: Receiver) -> str:
         """Accept connections, see Mover."""
-        host, port = split_address(address)
+        host, port = parse_address(address)
         with _lock:
             self._check_open()
             if port == 0:

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import ClassVar
 
+from pdtx.address import parse_address, resolve
 from pdtx.errors import DeadlineExceeded, InputError, PeerUnreachable
 from pdtx.transports.base import Connection, Mover, Receiver, Region
 from pdtx.transports.bounce import BounceStage, DirectStage, Stage
@@ -18,7 +19,7 @@ from pdtx.transports.outbox import DeadlineWatch
 from pdtx.transports.tcp_consumer import ConsumerOptions, TcpListener
 from pdtx.transports.tcp_handshake import prove_to_consumer
 from pdtx.transports.tcp_producer import TcpConnection
-from pdtx.transports.wire import Wire, milliseconds, resolve, set_buffers
+from pdtx.transports.wire import Wire, milliseconds, set_buffers
 
 
 class TcpMover(Mover):
@@ -108,7 +109,7 @@ class TcpMover(Mover):
 def _dial(address: str, buffer_bytes: int | None, deadline: float) -> socket.socket:
     """Connect to the first meaning of an address that answers. Raises PeerUnreachable or DeadlineExceeded."""
     reason = "it has no address"
-    for family, target in resolve(address):
+    for family, target in resolve(*parse_address(address)):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             set_buffers(sock, buffer_bytes)

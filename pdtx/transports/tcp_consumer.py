@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdtx.address import join_address, parse_address, resolve
 from pdtx.errors import (
     AddressInUse,
     InputError,
@@ -22,7 +23,7 @@ from pdtx.transports.bounce import Stage
 from pdtx.transports.iovec import check_placement
 from pdtx.transports.tcp_frames import HEADER_BYTES, Header, Status, pack_ack
 from pdtx.transports.tcp_handshake import admit_producer
-from pdtx.transports.wire import Wire, join_address, resolve, set_buffers
+from pdtx.transports.wire import Wire, set_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ConsumerOptions:
 
 
 def _bind(address: str, buffer_bytes: int | None) -> socket.socket:
-    family, target = resolve(address, passive=True)[0]
+    family, target = resolve(*parse_address(address), passive=True)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

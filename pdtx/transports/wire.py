@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from pdtx.errors import DeadlineExceeded, InputError, PeerLost
+from pdtx.errors import DeadlineExceeded, PeerLost
 from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, readv, writev
 
 FOREVER = float("inf")
@@ -21,30 +21,6 @@ _USER_TIMEOUT_MS = 120_000
 # How long a call that moves a payload sleeps in the kernel before it comes back to look at the clock. Sleeping there
 # and not in poll() spares a refused call and a trip through Python each time the socket runs dry: 10 % of the rate.
 _TICK_US = 50_000
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "HOST:PORT" or "[V6]:PORT". Raises InputError."""
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not port.isdigit() or int(port) > 65535 or not host or (":" in host and not bracketed):
-        raise InputError(f"not an address: {address!r}; write HOST:PORT or [IPV6]:PORT")
-    return host.strip("[]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """Return "HOST:PORT", with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def resolve(address: str, *, passive: bool = False) -> list[tuple[int, tuple[str, int]]]:
-    """Return (family, socket address) of each meaning of an address. Raises InputError if there is none."""
-    host, port = split_address(address)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0)
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"cannot resolve {host!r}: {getattr(error, 'strerror', None) or error}") from None
-    return [(family, target) for family, _, _, _, target in found]  # type: ignore[misc]
 
 
 def set_buffers(sock: socket.socket, nbytes: int | None) -> None:

@@ -28,7 +28,7 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in _lookup(host))
 
 
-def resolve(host: str) -> str:
+def numeric_host(host: str) -> str:
     """Return the numeric address to use for a host, IPv4 where there is one. Raises InputError if nothing.
 
     Left to ZeroMQ, the two ends could choose differently for a name with addresses of both families.
@@ -36,8 +36,15 @@ def resolve(host: str) -> str:
     return min(_lookup(host), key=lambda address: ":" in address)
 
 
-def _lookup(host: str) -> list[str]:
+def resolve(host: str, port: int, *, passive: bool = False) -> list[tuple[int, tuple[str, int]]]:
+    """Return (family, socket address) of each meaning of host. Raises InputError if there is none."""
     try:
-        return [str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except (socket.gaierror, UnicodeError) as error:
-        raise InputError(f"host {host!r} cannot be resolved: {error}") from None
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if passive else 0)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"host {host!r} cannot be resolved: {reason}") from None
+    return [(family, target) for family, _, _, _, target in found]  # type: ignore[misc]
+
+
+def _lookup(host: str) -> list[str]:
+    return [target[0] for _, target in resolve(host, 0)]
