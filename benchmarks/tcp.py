@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.rows import Row
 from pdtx.cache import PagedKVCache
+from pdtx.cache.memory import allocate
 from pdtx.cache.verify import NOTHING_COMPARED, compare
 from pdtx.errors import PdtxError
 from pdtx.kvspec import FullAttentionSpec
@@ -33,7 +34,7 @@ NAME = "tcp_put_256MiB_scattered"
 AT_LEAST = 0.8
 
 LAYERS, BLOCKS, BLOCK_SIZE = 32, 128, 16
-ROUNDS = 9
+ROUNDS = 15
 TOKENS = BLOCKS * BLOCK_SIZE
 NBYTES = 256 << 20
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16")
@@ -51,7 +52,7 @@ class _Side:
         self.cache = PagedKVCache(SPEC, layout="flash_attn_nhd", num_layers=LAYERS, num_blocks=2 * BLOCKS)
         self.block_ids: Int64s = random.permutation(2 * BLOCKS)[:BLOCKS].astype(np.int64)
         self.codes = codes_for(self.cache, TOKENS)
-        self.bulk = torch.full((NBYTES,), 0xAA, dtype=torch.uint8)
+        self.bulk = allocate(NBYTES, self.cache.device).fill_(0xAA)
 
     @property
     def region(self) -> Region:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 import torch
 
 from pdtx.cache.codes import POISON
+from pdtx.cache.memory import allocate
 from pdtx.errors import CacheError, InputError
 from pdtx.kvspec import FullAttentionSpec, dtype_size
 from pdtx.layout import KVCacheLayout, make_layout
 
-# Starting the backing on a page lets the kernel use huge pages and O_DIRECT reach it later.
-_ALIGNMENT = 4096
 _POISON_64 = int.from_bytes(POISON.to_bytes(2, "little", signed=True) * 4, "little", signed=True)
 
 
@@ -65,7 +64,7 @@ class PagedKVCache:
         self.num_layers, self.num_blocks = num_layers, num_blocks
         self.device = open_device(device)
         self.dtype = torch_dtype(spec.dtype)
-        self.memory = _allocate(self.layout.size_bytes, self.device)
+        self.memory = allocate(self.layout.size_bytes, self.device)
         self._elements = self.memory.view(self.dtype)
         self._views = [self._view(layer) for layer in range(num_layers)]
         self.poison()
@@ -155,13 +154,3 @@ class PagedKVCache:
     def _raw_views(self) -> list[torch.Tensor]:
         """The layers as 2-byte words: (2, num_blocks, block_size, heads, words of a head)."""
         return [view.view(torch.int16) for view in self._views]
-
-
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return nbytes of uint8 memory that starts on a page."""
-    try:
-        raw = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        raise InputError(f"no memory for a cache of {nbytes} bytes on {device}: {str(error).splitlines()[0]}") from None
-    skip = -raw.data_ptr() % _ALIGNMENT
-    return raw[skip : skip + nbytes]

@@ -1,4 +1,4 @@
-"""Scatter/gather I/O: byte ranges as iovec arrays built by numpy, moved by the C library's writev and readv.
+"""Scatter/gather I/O: byte ranges as iovec arrays built by numpy, moved by the C library's writev and recvmsg.
 
 An iovec array is uint64, shape (n, 2): address and length of each range, the layout of C's struct iovec[n].
 The system calls go through ctypes because Python's own take one memoryview per range, which costs more than the copy;
@@ -7,6 +7,7 @@ ctypes releases the GIL meanwhile.
 
 import ctypes
 import os
+import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -34,18 +35,50 @@ def _vector_call(name: str) -> VectorCall:
     def call(fd: int, iovecs: int, count: int) -> int:
         moved = int(function(fd, iovecs, count))
         if moved < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+            raise _os_error()
         return moved
 
     return call
 
 
+def _os_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
 writev = _vector_call("writev")
 """writev(fd, address of the iovecs, their number) -> bytes written. Raises OSError."""
 
-readv = _vector_call("readv")
-"""readv(fd, address of the iovecs, their number) -> bytes read, 0 at the end of the stream. Raises OSError."""
+
+class _MessageHeader(ctypes.Structure):
+    """C's struct msghdr."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("iovecs", ctypes.c_void_p),
+        ("iovec_count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_libc.recvmsg.argtypes = (ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int)
+_libc.recvmsg.restype = ctypes.c_ssize_t
+
+
+def receive_all(fd: int, iovecs: int, count: int) -> int:
+    """Fill all of the iovecs, or as many as come before the socket's time-out: readv, but it does not return early.
+
+    Returns the bytes read, 0 at the end of the stream. Raises OSError.
+    """
+    # readv returns with what has arrived, a few hundred KiB: twenty trips through Python where this makes one.
+    header = _MessageHeader(iovecs=iovecs, iovec_count=count)
+    moved = int(_libc.recvmsg(fd, ctypes.byref(header), socket.MSG_WAITALL))
+    if moved < 0:
+        raise _os_error()
+    return moved
 
 
 def iovecs(base: int, slices: Slices) -> Iovecs:

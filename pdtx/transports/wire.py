@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from pdtx.errors import DeadlineExceeded, PeerLost
-from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, readv, writev
+from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, receive_all, writev
 
 FOREVER = float("inf")
 
@@ -113,7 +113,7 @@ class Wire:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Fill the ranges; progress is told the bytes of each step."""
-        self._vectors(readv, vectors, phase, deadline, stall_s, progress)
+        self._vectors(receive_all, vectors, phase, deadline, stall_s, progress)
 
     def _vectors(
         self,
