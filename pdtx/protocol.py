@@ -159,11 +159,12 @@ class Complete(_Message, frozen=True, kw_only=True, tag="complete"):
 
 
 class Failure(_Message, frozen=True, kw_only=True, tag="failure"):
-    """Either way: the request has failed on my side."""
+    """Either way: the request has failed on my side. wrong: elements that verification found wrong, if it was that."""
 
     request_id: Id
     phase: Text
     reason: Text
+    wrong: Count | None = None
 
 
 class ReadReference(_Message, frozen=True, kw_only=True, tag="read_reference"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pdtx.engine import KVProducer, OutboundRequest
-from pdtx.errors import ModelError, OutOfBlocks, PdtxError
+from pdtx.errors import ModelError, OutOfBlocks, PdtxError, VerificationError
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, PagedSequence, greedy
 
@@ -126,6 +126,7 @@ class PrefillScheduler:
             finished = self.producer.wait(request)
         except PdtxError as error:
             row.error = str(error)
+            row.wrong = error.wrong if isinstance(error, VerificationError) else None
         else:
             row.token_ids, row.text = finished.token_ids, finished.text
             row.wrong = finished.wrong if finished.verified else None

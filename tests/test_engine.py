@@ -403,8 +403,9 @@ def test_a_wrong_plan_is_caught_with_the_coordinate_and_its_true_source() -> Non
         assert 0 < caught.value.wrong <= LAYERS * 2 * 64 * HEADS * CHANNELS
         pair.consumer.fail(ready, caught.value)
         pair.consumer.let_go(ready)
-        with pytest.raises(TransferError, match=r"failed in the decoder: .* elements are wrong"):
+        with pytest.raises(VerificationError, match=r"failed in verification: .* elements are wrong") as told:
             pair.producer.wait(request)
+        assert told.value.wrong == caught.value.wrong
 
 
 def free_block(pair: Pair, request: InboundRequest) -> tuple[int, int]:

@@ -6,17 +6,17 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from pdtx import __version__
 from pdtx.address import join_address, parse_address
-from pdtx.cache import BlockAllocator, PagedKVCache, Verification, compare, describe_mismatch
-from pdtx.cache.verify import NOTHING_COMPARED, Rows
+from pdtx.cache import BlockAllocator, PagedKVCache, Verification
 from pdtx.engine.describe import check_compatible, layout_of
 from pdtx.engine.inbound import InboundRequest, InboundState, Session
+from pdtx.engine.verifier import Verifier
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -44,7 +44,6 @@ from pdtx.protocol import (
     Hello,
     LayerDone,
     Message,
-    ReadReference,
     Reference,
     Refuse,
     Reject,
@@ -56,9 +55,6 @@ from pdtx.sidechannel import Listener, Security
 from pdtx.transports import Mover, Placement, Region, TransferKey
 
 logger = logging.getLogger(__name__)
-
-_REFERENCE_BYTES = 4 << 20
-"""Most bytes of source data asked for at once when verifying."""
 
 
 class KVConsumer:
@@ -86,6 +82,7 @@ class KVConsumer:
         self.verifies, self.max_deadline_s = verify, max_deadline_s
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
         self.allocator = BlockAllocator(cache.num_blocks, self._poison if verify else None)
+        self._verifier = Verifier(cache, self.allocator, self._send)
         self._plan_layout = plan_layout or cache.layout
         self._region = Region(cache.memory)
         self._sessions: dict[str, Session] = {}
@@ -156,69 +153,7 @@ class KVConsumer:
 
         Raises VerificationError naming the first wrong coordinate and its true source, or what ended the request.
         """
-        found = NOTHING_COMPARED
-        for layer, start, rows in self._references(request):
-            mine = self.cache.canonical(layer, self._block_ids(request), start, start + rows.shape[1])
-            found += compare(mine, rows, layer=layer, start=start, itemsize=self.cache.layout.itemsize)
-        if found.first is not None:
-            size = self.cache.spec.block_size
-            text = describe_mismatch(
-                found.first,
-                self._references(request),
-                lambda token: int(request.granted_ids[token // size]),
-                self.cache.layout.itemsize,
-            )
-            raise VerificationError(f"{found.wrong} of {found.compared} elements are wrong; first: {text}", found.wrong)
-        strays = self._strays(request)
-        if strays:
-            raise VerificationError(f"{strays} 2-byte words outside the request's tokens were written", strays)
-        return found
-
-    def _strays(self, request: InboundRequest) -> int:
-        """Count written words where no payload may lie: in free blocks, and in the request's blocks past its end."""
-
-        def count(ids: Int64s, from_token: int = 0) -> int:
-            return self.cache.unpoisoned(torch.as_tensor(ids, device=self.cache.device), from_token)
-
-        free = self.allocator.free_blocks()
-        written = self.cache.written_blocks().cpu().numpy()
-        # Blocks handed out while we looked may well have been written; all others must not.
-        untouched = self.allocator.untouched(free)
-        strays = count(untouched[written[untouched]])
-        if request.blocks is not None:
-            used = request.num_tokens % self.cache.spec.block_size
-            strays += count(request.blocks.ids[request.num_granted :])
-            strays += count(request.granted_ids[-1:], used) if used else 0
-        return strays
-
-    def _block_ids(self, request: InboundRequest) -> torch.Tensor:
-        return torch.as_tensor(request.granted_ids, device=self.cache.device)
-
-    def _references(self, request: InboundRequest) -> Iterator[tuple[int, int, Rows]]:
-        """Read the producer's own K/V, a bounded piece at a time: (layer, first token, rows)."""
-        layout = self.cache.layout
-        step = max(1, _REFERENCE_BYTES // layout.bytes_per_token)
-        for layer in range(self.cache.num_layers):
-            for start in range(0, request.num_tokens, step):
-                stop = min(start + step, request.num_tokens)
-                yield layer, start, self._read_reference(request, layer, start, stop)
-
-    def _read_reference(self, request: InboundRequest, layer: int, start: int, stop: int) -> Rows:
-        ask = ReadReference(request_id=request.request_id, layer=layer, token_start=start, token_stop=stop)
-        self._send(request.session, ask)
-        left = request.deadline - time.monotonic()
-        try:
-            answer = request.references.get(timeout=max(left, 0.0))
-        except queue.Empty:
-            waited = round(request.deadline - request.begun, 3)
-            raise DeadlineExceeded("reference data to verify with", request.session.engine_id, waited) from None
-        if isinstance(answer, PdtxError):
-            raise answer
-        layout = self.cache.layout
-        shape = (2, stop - start, layout.extent("head"), layout.extent("channel") * layout.itemsize)
-        if (answer.layer, answer.token_start, len(answer.data)) != (layer, start, int(np.prod(shape))):
-            raise ProtocolError(f"{request.session.engine_id} answered with other reference data than asked for")
-        return torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(shape)
+        return self._verifier.verify(request)
 
     def release(self, request: InboundRequest) -> None:
         """Tell the producer that its blocks are not needed any more."""
@@ -235,9 +170,12 @@ class KVConsumer:
         if self._end(request, error):
             logger.warning("request %s from %s failed: %s", request.request_id, request.session.engine_id, error)
             if tell:
-                self._send(
-                    request.session, Failure(request_id=request.request_id, phase=phase, reason=str(error)[:1000])
-                )
+                wrong = None
+                if isinstance(error, VerificationError):
+                    phase, wrong = "verification", error.wrong
+                reason = str(error)[:1000]
+                failure = Failure(request_id=request.request_id, phase=phase, reason=reason, wrong=wrong)
+                self._send(request.session, failure)
 
     def _end(self, request: InboundRequest, error: PdtxError | None) -> bool:
         """Take a request out and give its blocks back; False if it had ended before."""

@@ -22,6 +22,7 @@ from pdtx.errors import (
     PeerLost,
     ProtocolError,
     TransferError,
+    VerificationError,
 )
 from pdtx.layout import KVCacheLayout
 from pdtx.plan import Endpoint, build_plan
@@ -413,9 +414,7 @@ class KVProducer:
                     request, TransferError(f"{self.peer} refused {message.request_id}: {message.reason}"), tell=False
                 )
             case Failure():
-                self.fail(
-                    request, TransferError(f"{self.peer} failed in {message.phase}: {message.reason}"), tell=False
-                )
+                self.fail(request, self._told(message), tell=False)
             case Release():
                 if request.completed:
                     self._give_back(request)
@@ -424,6 +423,11 @@ class KVProducer:
                     request.finished = message
                     self._changed.notify_all()
                 self._give_back(request)
+
+    def _told(self, failure: Failure) -> PdtxError:
+        """Return the consumer's failure as an error of this side."""
+        text = f"{self.peer} failed in {failure.phase}: {failure.reason}"
+        return TransferError(text) if failure.wrong is None else VerificationError(text, failure.wrong)
 
     def _on_grant(self, request: OutboundRequest, grant: Grant) -> None:
         with self._changed:
