@@ -5,6 +5,7 @@ PdtxError                        exit code 1
 │   ├── SpecError                a KV cache spec with impossible numbers
 │   ├── LayoutError              an unknown or impossible layout
 │   ├── PlanError                two sides that cannot be matched, or a plan that failed its audit
+│   ├── PoolTooSmall             memory that does not hold one request
 │   └── ModelError               a model that cannot be found, read or run
 ├── CacheError
 │   ├── OutOfBlocks              the pool has fewer free blocks than asked for
@@ -46,6 +47,17 @@ class LayoutError(InputError):
 
 class PlanError(InputError):
     """Two sides that cannot be matched, or a plan that failed its audit."""
+
+
+class PoolTooSmall(InputError):
+    """The memory does not hold one request of max_model_len tokens.
+
+    needed, available: bytes. fitting_model_len: tokens of the longest request that fits; 0 where none does.
+    """
+
+    def __init__(self, text: str, *, needed: int, available: int, fitting_model_len: int) -> None:
+        self.needed, self.available, self.fitting_model_len = needed, available, fitting_model_len
+        super().__init__(text)
 
 
 class ModelError(InputError):

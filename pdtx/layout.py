@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from pdtx.errors import LayoutError
-from pdtx.kvspec import FullAttentionSpec, dtype_size
+from pdtx.kvspec import FullAttentionSpec, KVQuantMode, dtype_size
 
 AXIS_NAMES = ("layer", "block", "kv", "head", "token", "channel")
 """layer of the model | block of the pool | 0 = K, 1 = V | KV head | token in its block | channel in its head."""
@@ -23,6 +23,9 @@ LAYOUT_ORDERS = MappingProxyType({
     "flashinfer_hnd": ("layer", "block", "kv", "head", "token", "channel"),
 })  # fmt: skip
 """Preset layouts: their axes, outermost first."""
+
+
+_WITHOUT_SCALES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,10 @@ def make_layout(name: str, spec: FullAttentionSpec, *, num_layers: int, num_bloc
     name = layout_name(name)
     if num_layers < 1 or num_blocks < 1:
         raise LayoutError(f"a cache needs 1 or more layers and blocks, not {num_layers} and {num_blocks}")
+    if type(spec) is not FullAttentionSpec or spec.kv_quant_mode not in _WITHOUT_SCALES:
+        raise LayoutError(
+            f"{name} holds plain full attention, not {type(spec).__name__} with {spec.kv_quant_mode.value}"
+        )
     if spec.head_size_v != spec.head_size:
         raise LayoutError(
             f"{name} keeps K and V alike; head_size {spec.head_size} and head_size_v {spec.head_size_v} differ"

@@ -1,16 +1,10 @@
-from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 
 from pdtx.errors import SpecError
-from pdtx.kvspec import DTYPE_SIZES, FullAttentionSpec, dtype_size
-from tests.vectors import Case, load_cases, load_essential
-
-FIELDS = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded")
-# Modes in which a page holds the elements and nothing else (FP8 per tensor keeps its one scale elsewhere).
-WITHOUT_SCALES = (None, "NONE", "FP8_PER_TENSOR")
+from pdtx.kvspec import DTYPE_SIZES, FullAttentionSpec, Growth, KVQuantMode, ServingLimits, dtype_size
 
 
 def spec(**changes: Any) -> FullAttentionSpec:  # noqa: ANN401 - also wrong types, to be refused
@@ -37,9 +31,9 @@ def test_page_of_a_model(model: str, block_size: int, heads: int, head_size: int
     assert made.head_size_v == head_size
 
 
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (31, 2), (32, 2), (1000, 63)])
+@pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (31, 2), (32, 2), (1000, 63)])
 def test_a_request_occupies_whole_pages(tokens: int, pages: int) -> None:
-    assert spec().max_memory_usage_bytes(tokens) == pages * 65_536
+    assert spec().max_memory_usage_bytes(ServingLimits(max_model_len=tokens)) == pages * 65_536
 
 
 def test_value_heads_of_another_size() -> None:
@@ -50,7 +44,7 @@ def test_value_heads_of_another_size() -> None:
 def test_padding_counts_in_the_page_only() -> None:
     made = spec(page_size_padded=70_000)
     assert (made.page_size_bytes, made.real_page_size_bytes) == (70_000, 65_536)
-    assert made.max_memory_usage_bytes(17) == 140_000
+    assert made.max_memory_usage_bytes(ServingLimits(max_model_len=17)) == 140_000
     assert spec(page_size_padded=65_536).page_size_bytes == 65_536
 
 
@@ -101,34 +95,39 @@ def test_specs_are_values() -> None:
         made.block_size = 32  # type: ignore[misc]
 
 
-def check_against_vllm(cases: Sequence[Case]) -> int:
-    """Compare pages and usage; return the number of figures compared."""
-    checked = 0
-    for case in cases:
-        fields = {name: case["parameters"][name] for name in FIELDS if name in case["parameters"]}
-        made = FullAttentionSpec(**fields)
-        for name in ("page_size_bytes", "real_page_size_bytes", "storage_block_size"):
-            assert getattr(made, name) == case[name], (case["case_id"], name)
-        alone = [u for u in case["usage"] if u["decode_context_parallel_size"] == 1]
-        alone = [u for u in alone if u["prefill_context_parallel_size"] == 1]
-        for usage in alone:
-            assert made.max_memory_usage_bytes(usage["max_model_len"]) == usage["max_memory_usage_bytes"], case
-        checked += 3 + len(alone)
-    return checked
+@pytest.mark.parametrize(("dcp", "pcp", "pages"), [(1, 1, 63), (2, 1, 32), (1, 2, 32), (4, 2, 8), (1000, 1, 1)])
+def test_context_parallel_ranks_share_the_tokens(dcp: int, pcp: int, pages: int) -> None:
+    limits = ServingLimits(max_model_len=1000, decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp)
+    assert limits.tokens_per_rank == -(-1000 // (dcp * pcp))
+    assert spec().max_memory_usage_bytes(limits) == pages * 65_536
 
 
-def test_essential_vector_cases() -> None:
-    """Eight cases of vLLM 0.22, kept in the repository: block sizes, odd heads, unlike K and V, padding."""
-    cases = load_essential("full_attention_specs.json")
-    assert len(cases) == 8
-    assert check_against_vllm(cases) == 8 * (3 + 3)
+def test_full_attention_has_no_bound_of_its_own() -> None:
+    limits = ServingLimits(max_model_len=1000)
+    assert spec().max_admission_blocks_per_request(limits) is None
+    assert spec().growth(limits) is Growth.TOKENS
 
 
-def test_full_attention_vector_cases(record_property: Any) -> None:  # noqa: ANN401 - pytest's own
-    """Every FullAttentionSpec of the vector file that is stored without scales beside its elements."""
-    cases = [case for case in load_cases("specs_0.22.json") if case["spec_class"] == "FullAttentionSpec"]
-    covered = [c for c in cases if "error" not in c and c["parameters"].get("kv_quant_mode") in WITHOUT_SCALES]
-    record_property("vector_cases", len(covered))
-    record_property("vector_figures", check_against_vllm(covered))
-    print(f"{len(covered)} of {len(cases)} FullAttentionSpec cases compared")  # noqa: T201 - shown by pytest -rP
-    assert len(covered) >= 50
+@pytest.mark.parametrize(
+    ("mode", "dtype", "real", "page"),
+    [
+        ("NONE", "bfloat16", 65_536, 65_536),
+        ("FP8_PER_TENSOR", "uint8", 32_768, 32_768),
+        ("INT8_PER_TOKEN_HEAD", "int8", 32_768, 32_768 + 2 * 16 * 8 * 4),
+        ("FP8_PER_TOKEN_HEAD", "uint8", 32_768, 32_768 + 2 * 16 * 8 * 4),
+        ("NVFP4", "uint8", 2 * 16 * 8 * (64 + 8), 2 * 16 * 8 * (64 + 8)),
+    ],
+)
+def test_quantization_modes(mode: str, dtype: str, real: int, page: int) -> None:
+    made = spec(kv_quant_mode=mode, dtype=dtype)
+    assert made.kv_quant_mode is KVQuantMode(mode)
+    assert (made.real_page_size_bytes, made.page_size_bytes) == (real, page)
+    with pytest.raises(SpecError, match=f"smaller than the page, {page} bytes"):
+        spec(kv_quant_mode=mode, dtype=dtype, page_size_padded=page - 1)
+
+
+def test_refuses_unknown_modes_and_channels_without_a_scale() -> None:
+    with pytest.raises(SpecError, match=r"kv_quant_mode must be one of NONE, .*NVFP4, not 'INT4'"):
+        spec(kv_quant_mode="INT4")
+    with pytest.raises(SpecError, match="NVFP4 needs head sizes that are multiples of 16, not 72"):
+        spec(kv_quant_mode="NVFP4", dtype="uint8", head_size=72)
