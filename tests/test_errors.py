@@ -17,6 +17,7 @@ from pdtx.errors import (
     PeerLost,
     PeerUnreachable,
     PlanError,
+    PoolTooSmall,
     ProtocolError,
     SpecError,
     StaleBlocks,
@@ -53,7 +54,7 @@ def test_tree(parent: type[PdtxError], children: list[type[PdtxError]]) -> None:
 
 def test_exit_codes() -> None:
     usage = {cls for cls in ALL if cls.exit_code == 2}
-    assert usage == {InputError, SpecError, LayoutError, PlanError, ModelError, IncompatiblePeer}
+    assert usage == {InputError, SpecError, LayoutError, PlanError, PoolTooSmall, ModelError, IncompatiblePeer}
     assert {cls.exit_code for cls in ALL} == {1, 2}
 
 
