@@ -57,6 +57,7 @@ def decode(
     """Serve prefill nodes: receive K/V into this node's own layout, verify them if asked to, and generate."""
     configure_logging(verbose)
     layout_name(layout)
+    fault = _two_axes(inject_fault) if inject_fault is not None else None
     security = open_security(key, peer_key, insecure=insecure)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -68,7 +69,7 @@ def decode(
     with ExitStack() as stack:
         runner = load_runner(model, dtype, device, threads)
         cache, description = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
-        plan_layout = cache.layout.with_swapped(*_two_axes(inject_fault)) if inject_fault else None
+        plan_layout = cache.layout.with_swapped(*fault) if fault is not None else None
         consumer = KVConsumer(
             cache, description, make_mover("tcp", advertise_host=advertise), verify=verify, plan_layout=plan_layout
         )
@@ -77,9 +78,8 @@ def decode(
         note(f"{consumer.engine_id} listening on {address}")
         if json:
             emit(f'{{"event": "listening", "address": "{address}"}}')
-        loop = DecodeLoop(runner, consumer, stop, requests)
-        loop.run()
-    note(f"{consumer.engine_id} served {loop.ended} requests, {loop.failed} of them failed")
+        DecodeLoop(runner, consumer, stop, requests).run()
+        note(f"{consumer.engine_id} served {consumer.num_ended} requests, {consumer.num_failed} of them failed")
 
 
 def _two_axes(text: str) -> tuple[str, str]:

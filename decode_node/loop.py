@@ -31,13 +31,11 @@ class DecodeLoop:
 
     def __init__(self, runner: ModelRunner, consumer: KVConsumer, stop: threading.Event, limit: int | None) -> None:
         self.runner, self.consumer, self.stop, self.limit = runner, consumer, stop, limit
-        self.ended = 0
-        self.failed = 0
         self._active = deque[_Active]()
 
     def run(self) -> None:
-        """Serve. Failures of single requests are told to their producers and counted, and the loop goes on."""
-        while not self.stop.is_set() and (self.limit is None or self.ended < self.limit):
+        """Serve. Failures of single requests are told to their producers, and the loop goes on."""
+        while not self.stop.is_set() and (self.limit is None or self.consumer.num_ended < self.limit):
             request = self.consumer.next_ready(0.0 if self._active else 0.05)
             if request is not None:
                 self._guard(request, partial(self._admit, request))
@@ -53,15 +51,13 @@ class DecodeLoop:
             if work():
                 return
         except PdtxError as error:
-            self.failed += 1
             self.consumer.fail(request, error)
         except Exception as error:
             # A bug in the runner must not take the other requests down with it.
             logger.exception("request %s", request.request_id)
-            self.failed += 1
-            self.consumer.fail(request, TransferError(f"decoding failed: {type(error).__name__}: {error}"))
+            reason = " ".join(str(error).split())
+            self.consumer.fail(request, TransferError(f"decoding failed: {type(error).__name__}: {reason}"))
         self.consumer.let_go(request)
-        self.ended += 1
 
     def _admit(self, request: InboundRequest) -> bool:
         """Verify a request and queue it for generation; whether it goes on."""

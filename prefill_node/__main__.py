@@ -82,9 +82,8 @@ def prefill(
         rows = scheduler.run(jobs)
 
     import msgspec
-    from rich.console import Console
 
-    from pdtx.report import machine_facts, render_rows, write_json
+    from pdtx.report import console_for, machine_facts, render_rows, write_json
 
     document = {
         "version": 1,
@@ -95,14 +94,15 @@ def prefill(
         "block_size": block_size,
         "requests": msgspec.to_builtins(rows),
     }
-    if output is not None:
-        write_json(output, document)
     if json:
         emit(msgspec.json.encode(document).decode())
     else:
         for row in rows:
-            emit(f"[{row.request_id}] {row.text}")
-        render_rows(rows, Console(stderr=True))
+            if row.error is None:
+                emit(f"[{row.request_id}] {row.text}")
+        render_rows(rows, console_for(sys.stderr))
+    if output is not None:
+        write_json(output, document)
     if not all(row.ok for row in rows):
         raise typer.Exit(1)
 

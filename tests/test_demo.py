@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,23 @@ def test_different_dtypes_are_refused_and_nothing_is_left(model: Path, tmp_path:
     assert not (tmp_path / "result.json").exists()
     left = subprocess.run(["pgrep", "-f", str(model)], capture_output=True, text=True, check=False).stdout.split()
     assert left in ([], [str(os.getpid())])
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_no_process_behind(model: Path, tmp_path: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "pdtx", "demo", "--model", str(model), "--output", str(tmp_path / "r.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "listening" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(sent)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[sent]
+    assert "Traceback" not in stderr
+    limit = time.monotonic() + 20
+    while subprocess.run(["pgrep", "-f", str(model)], capture_output=True, check=False).stdout:
+        assert time.monotonic() < limit
+        time.sleep(0.1)
 
 
 def test_a_killed_node_ends_the_demo(model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from pdtx.cli.prompts import read_prompts
+from pdtx.errors import InputError
 from tests.tiny_models import tiny_checkpoint
 
 # Lengths at the edges of blocks of 16 and 32 tokens.
@@ -161,7 +163,7 @@ def test_a_pool_smaller_than_all_prompts_makes_them_wait(
         (("--connect", "127.0.0.1:9", "--connect-timeout", "1"), 1, "nobody answers at 127.0.0.1:9"),
         (("--connect", "192.0.2.1:5600"), 2, "--insecure"),
         (("--prompts", "/nowhere/prompts"), 2, "cannot read prompts from /nowhere/prompts"),
-        (("--prompt", ""), 2, "no tokens"),
+        (("--prompt", ""), 2, "--prompt is empty"),
         (("--key", "/nowhere/a.key_secret"), 2, "--key and --peer-key go together"),
     ],
 )
@@ -172,6 +174,36 @@ def test_bad_input_is_one_line_and_the_peer_serves_on(
     assert done.code == code, done.stderr
     assert words in done.error
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"token_ids": [-1]}', "token_ids"),
+        ('{"token_ids": [99999999999999999999]}', "1: not a prompt"),
+        ('{"token_ids": []}', "token_ids"),
+        ('{"prompt": "a", "token_ids": [1]}', "either prompt or token_ids"),
+        ("{}", "either prompt or token_ids"),
+        ('{"prompt": "a", "tokens": 3}', "tokens"),
+        ('{"id": "a b", "prompt": "a"}', "$.id"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(f"fine\n{line}\n")
+    with pytest.raises(InputError, match=re.escape(f"{file}:2: not a prompt")) as caught:
+        read_prompts(None, file)
+    assert words in str(caught.value) or words == "1: not a prompt"
+
+
+def test_prompts_are_read_as_written(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b'\xef\xbb\xbf{"token_ids": [1, 2]}\r\n{"prompt": "a\xe2\x80\xa8b"}\n\nplain\xc2\x85text\n')
+    assert [(one.id, one.prompt, one.token_ids) for one in read_prompts(None, file)] == [
+        ("p0", None, [1, 2]),
+        ("p1", "a\u2028b", None),
+        ("p2", "plain\x85text", None),
+    ]
 
 
 def test_another_model_is_refused_by_name(

@@ -3,7 +3,7 @@
 import typer
 
 from pdtx import __version__
-from pdtx.cli import demo, generate, keygen
+from pdtx.cli import demo, generate, keygen, kvcache
 from pdtx.cli.common import emit, run_app
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ app = typer.Typer(
 app.command(name="demo")(demo.demo)
 app.command(name="generate")(generate.generate)
 app.command(name="keygen")(keygen.keygen)
+app.command(name="kvcache")(kvcache.kvcache)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """What every command does alike: errors in one line, logs on stderr, opening a model and its cache."""
 
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,9 @@ def emit(text: str) -> None:
 
 
 def run_app(app: typer.Typer, name: str) -> None:
-    """Run a command line; a PdtxError becomes one line on stderr and its exit code, Ctrl-C becomes 130."""
+    """Run a command line; a PdtxError becomes one line on stderr and its exit code, Ctrl-C 130 and SIGTERM 143."""
+    # As an exception, so that what was opened is closed, child processes above all.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app(prog_name=name)
     except PdtxError as error:

@@ -14,6 +14,9 @@ from pdtx.errors import ModelError
 if TYPE_CHECKING:
     from pdtx.report import RequestRow
 
+_LONG = 1100
+"""Tokens of the longest prompt, where the model can take them."""
+
 _POOL_TOKENS = 2048
 """Tokens that either side's pool can hold, more than all prompts together."""
 
@@ -72,7 +75,7 @@ def demo(
     common = ["--model", str(path), "--threads", str(threads)]
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        prompts.write_text("\n".join(_prompts(path, block_size or prefill_block_size)), encoding="utf-8")
+        prompts.write_text("\n".join(_prompts(path, block_size or prefill_block_size, max_tokens)), encoding="utf-8")
         work = [*common, "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--chunk-size", str(chunk_size)]
         rows = _disaggregated(work, common, sides, inject_fault)
         alone = _alone(work, sides["prefill"])
@@ -95,7 +98,7 @@ def _side(layout: str, block_size: int, dtype: str, device: str) -> list[str]:
     ]
 
 
-def _prompts(model: Path, block_size: int) -> list[str]:
+def _prompts(model: Path, block_size: int, max_tokens: int) -> list[str]:
     """Return the demo's prompts as JSON lines: two texts, and token counts at the edges of a block."""
     import msgspec
     from tokenizers import Tokenizer
@@ -105,9 +108,10 @@ def _prompts(model: Path, block_size: int) -> list[str]:
         raise ModelError(f"{model} has no tokenizer.json, which the demo makes its prompts with")
     tokens = Tokenizer.from_file(str(file)).encode(_TEXT * 20).ids
     story = Tokenizer.from_file(str(file)).encode("The three things that matter most when moving data are").ids
-    if len(tokens) < 1100:
-        tokens = tokens * (1100 // len(tokens) + 1)
-    counts = {"long": tokens[:1100], "one-token": tokens[:1], "one-block": tokens[:block_size]}
+    config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
+    long = min(_LONG, config.get("max_position_embeddings", _LONG) - max_tokens)
+    tokens *= -(-_LONG // len(tokens))
+    counts = {"long": tokens[:long], "one-token": tokens[:1], "one-block": tokens[:block_size]}
     counts |= {"block+1": tokens[: block_size + 1], "sentence": story}
     return [msgspec.json.encode({"id": name, "token_ids": ids}).decode() for name, ids in counts.items()]
 
@@ -142,9 +146,8 @@ def _finish(
 ) -> None:
     """Compare, print, write the result; exit 1 unless all is right."""
     import msgspec
-    from rich.console import Console
 
-    from pdtx.report import machine_facts, render_rows, write_json
+    from pdtx.report import console_for, machine_facts, render_rows, write_json
 
     expected = {row.request_id: row.token_ids for row in alone}
     differing = [row.request_id for row in rows if row.token_ids != expected.get(row.request_id)]
@@ -158,13 +161,14 @@ def _finish(
         "tokens_equal_one_process": not differing,
         "ok": right,
     }
-    write_json(output, document)
     if as_json:
         emit(msgspec.json.encode(document).decode())
     else:
         for row in rows:
-            emit(f"[{row.request_id}] {row.text!r}")
-        render_rows(rows, Console(width=None if sys.stdout.isatty() else 120))
+            if row.error is None:
+                emit(f"[{row.request_id}] {row.text!r}")
+        render_rows(rows, console_for(sys.stdout))
+    write_json(output, document)
     note(f"result written to {output}")
     if differing:
         note(f"tokens differ from those of one process: {', '.join(differing)}")

@@ -1,5 +1,6 @@
 """Child processes that never outlive their parent."""
 
+import ctypes
 import signal
 import subprocess
 import sys
@@ -12,6 +13,14 @@ import msgspec
 
 from pdtx.errors import DeadlineExceeded, PdtxError
 
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In the child: be told to end when the parent is gone, were it killed."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
 
 class Node:
     """A node run as a child process: its stdout is read, its stderr goes through prefixed.
@@ -22,7 +31,11 @@ class Node:
     def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
         self.name = name
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", module, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=_die_with_parent,
         )
         self._errors = list[str]()
         self._pump = threading.Thread(target=self._relay, daemon=True)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdtx.errors import InputError
 
@@ -11,16 +13,17 @@ from pdtx.errors import InputError
 class Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One prompt: text, or tokens as they are."""
 
-    id: str | None = None
-    prompt: str | None = None
-    token_ids: list[int] | None = None
+    id: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")] | None = None
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.token_ids is None):
+            raise ValueError("give either prompt or token_ids")
 
     def tokens(self, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the prompt's tokens. Raises InputError if there are none."""
-        ids = self.token_ids if self.token_ids is not None else encode(self.prompt or "")
-        if not ids:
-            raise InputError(f"prompt {self.id or self.prompt!r} has no tokens")
-        return ids
+        """Return the prompt's tokens. Raises ModelError if its text has none."""
+        return self.token_ids if self.token_ids is not None else encode(self.prompt or "")
 
 
 def read_prompts(texts: list[str] | None, file: Path | None) -> list[Prompt]:
@@ -31,6 +34,8 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Prompt]:
     """
     if bool(texts) == (file is not None):
         raise InputError("give either --prompt TEXT (may be repeated) or --prompts FILE")
+    if "" in (texts or []):
+        raise InputError("--prompt is empty, so it has no tokens")
     prompts = [Prompt(prompt=text) for text in texts or []] if file is None else _read_file(file)
     for number, prompt in enumerate(prompts):
         prompt.id = prompt.id or f"p{number}"
@@ -43,7 +48,8 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Prompt]:
 
 def _read_file(file: Path) -> list[Prompt]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Lines end where an editor says so: not at the other separators that splitlines() knows, which may be text.
+        lines = [line.removesuffix("\r") for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read prompts from {file}: {error}") from None
     prompts = [_read_line(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]

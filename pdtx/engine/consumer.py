@@ -93,6 +93,8 @@ class KVConsumer:
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, name="pdtx-reaper", daemon=True)
+        self.num_ended = 0
+        self.num_failed = 0  # of those
         self._listener: Listener | None = None
         self._endpoints: list[DataEndpoint] = []
 
@@ -183,6 +185,8 @@ class KVConsumer:
             if request.state is InboundState.ENDED:
                 return False
             request.state, request.error = InboundState.ENDED, error
+            self.num_ended += 1
+            self.num_failed += error is not None
             self._requests.pop((request.session.session_id, request.request_id), None)
             if request in self._queued:
                 self._queued.remove(request)

@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 from rich.console import Console
@@ -41,6 +41,11 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.error is None and not self.wrong
 
 
+def console_for(stream: TextIO) -> Console:
+    """Return a console that is as wide as the terminal, or wide enough for the table where there is none."""
+    return Console(file=stream, width=None if stream.isatty() else 120)
+
+
 def render_rows(rows: Sequence[RequestRow], console: Console) -> None:
     """Print the rows as a table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -53,7 +58,8 @@ def render_rows(rows: Sequence[RequestRow], console: Console) -> None:
     console.print(table)
     for row in rows:
         if row.error is not None:
-            console.print(f"{row.request_id}: {row.error}", style="red", markup=False, highlight=False)
+            line = f"{row.request_id}: {row.error}"
+            console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(row: RequestRow) -> list[str]:
