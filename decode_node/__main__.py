@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pdtx.address import WILDCARDS, parse_address
 from pdtx.cli import options as opt
 from pdtx.cli.common import (
     configure_logging,
@@ -58,7 +59,13 @@ def decode(
     configure_logging(verbose)
     layout_name(layout)
     fault = _two_axes(inject_fault) if inject_fault is not None else None
+    from pdtx.sidechannel import require_protection
+
     security = open_security(key, peer_key, insecure=insecure)
+    host, _ = parse_address(listen)
+    require_protection(host, security)
+    if advertise is None and host in WILDCARDS:
+        raise InputError(f"{listen} is every address of this host; give --advertise HOST, or --listen at one address")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
 

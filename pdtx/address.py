@@ -5,6 +5,9 @@ import socket
 
 from pdtx.errors import InputError
 
+WILDCARDS = ("0.0.0.0", "::")
+"""Hosts that mean every address of this machine when listened at."""
+
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of 'HOST:PORT', '[::1]:PORT' or either with 'tcp://' before it. Raises InputError."""

@@ -97,10 +97,7 @@ def prefill(
     if json:
         emit(msgspec.json.encode(document).decode())
     else:
-        for row in rows:
-            if row.error is None:
-                emit(f"[{row.request_id}] {row.text}")
-        render_rows(rows, console_for(sys.stderr))
+        render_rows(rows, console_for(sys.stdout))
     if output is not None:
         write_json(output, document)
     if not all(row.ok for row in rows):

@@ -10,6 +10,7 @@ from pdtx.engine import KVProducer, OutboundRequest
 from pdtx.errors import ModelError, OutOfBlocks, PdtxError, VerificationError
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, PagedSequence, greedy
+from pdtx.units import gb_per_s
 
 
 @dataclass(frozen=True)
@@ -132,4 +133,5 @@ class PrefillScheduler:
             row.wrong = finished.wrong if finished.verified else None
         times = request.times
         row.nbytes, row.num_runs, row.transport = request.nbytes, request.num_runs, self.producer.mover.name
+        row.gb_per_s = gb_per_s(row.nbytes, times.move)
         row.prepare_s, row.post_s, row.move_s, row.hidden = times.prepare, times.post, times.move, times.hidden

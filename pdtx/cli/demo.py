@@ -38,10 +38,11 @@ def demo(
     prefill_block_size: Annotated[int, typer.Option(help="The prefill side's tokens in a block.", min=1)] = 16,
     decode_block_size: Annotated[int, typer.Option(help="The decode side's tokens in a block.", min=1)] = 32,
     layout: Annotated[
-        str | None, typer.Option(help="The layout of both sides, over the defaults.", show_default=False)
+        str | None, typer.Option(help="The layout of both sides, instead of the two above.", show_default=False)
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens in a block of both sides, over the defaults.", min=1, show_default=False)
+        int | None,
+        typer.Option(help="Tokens in a block of both sides, instead of the two above.", min=1, show_default=False),
     ] = None,
     prefill_dtype: Annotated[
         str | None, typer.Option(help="The prefill side's own --dtype.", show_default=False)
@@ -79,7 +80,7 @@ def demo(
         work = [*common, "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--chunk-size", str(chunk_size)]
         rows = _disaggregated(work, common, sides, inject_fault)
         alone = _alone(work, sides["prefill"])
-    _finish(rows, alone, sides, output, as_json=json)
+    _finish(rows, alone, path, sides, output, as_json=json)
 
 
 def _side(layout: str, block_size: int, dtype: str, device: str) -> list[str]:
@@ -141,13 +142,27 @@ def _alone(work: list[str], side: list[str]) -> "list[RequestRow]":
         return read_rows(node.result(1800.0))
 
 
+def _mapping(flags: list[str]) -> dict[str, str]:
+    """Turn ["--block-size", "16", ...] into {"block_size": "16", ...}."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)
+    }
+
+
 def _finish(
-    rows: "list[RequestRow]", alone: "list[RequestRow]", sides: dict[str, list[str]], output: Path, *, as_json: bool
+    rows: "list[RequestRow]",
+    alone: "list[RequestRow]",
+    model: Path,
+    sides: dict[str, list[str]],
+    output: Path,
+    *,
+    as_json: bool,
 ) -> None:
     """Compare, print, write the result; exit 1 unless all is right."""
     import msgspec
 
     from pdtx.report import console_for, machine_facts, render_rows, write_json
+    from pdtx.runner import fingerprint
 
     expected = {row.request_id: row.token_ids for row in alone}
     differing = [row.request_id for row in rows if row.token_ids != expected.get(row.request_id)]
@@ -156,7 +171,8 @@ def _finish(
         "version": 1,
         "command": sys.argv,
         "machine": machine_facts(),
-        "sides": sides,
+        "model": {"name": model.name, "fingerprint": fingerprint(model)},
+        "sides": {side: _mapping(flags) for side, flags in sides.items()},
         "requests": msgspec.to_builtins(rows),
         "tokens_equal_one_process": not differing,
         "ok": right,
@@ -164,9 +180,6 @@ def _finish(
     if as_json:
         emit(msgspec.json.encode(document).decode())
     else:
-        for row in rows:
-            if row.error is None:
-                emit(f"[{row.request_id}] {row.text!r}")
         render_rows(rows, console_for(sys.stdout))
     write_json(output, document)
     note(f"result written to {output}")

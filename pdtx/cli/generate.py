@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts, a line each.", show_default=False)] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts, a line each: plain, or JSON lines.", show_default=False),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 32,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate --max-tokens whatever comes.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,

@@ -29,7 +29,7 @@ class Node:
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
-        self.name = name
+        self.name = name.strip()
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdout=subprocess.PIPE,
@@ -37,6 +37,7 @@ class Node:
             text=True,
             preexec_fn=_die_with_parent,
         )
+        self._label = name
         self._errors = list[str]()
         self._pump = threading.Thread(target=self._relay, daemon=True)
         self._pump.start()
@@ -44,7 +45,7 @@ class Node:
     def _relay(self) -> None:
         for line in self.process.stderr or ():
             self._errors.append(line.rstrip())
-            sys.stderr.write(f"  {self.name} | {line.rstrip()}\n")
+            sys.stderr.write(f"  {self._label} | {line.rstrip()}\n")
 
     def __enter__(self) -> Self:
         return self

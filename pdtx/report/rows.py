@@ -11,14 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from pdtx.errors import InputError
-from pdtx.units import format_bytes, format_seconds, gb_per_s
+from pdtx.units import format_bytes, format_seconds
+
+_TABLE_WIDTH = 120
 
 
 class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What became of one request. Sizes in bytes, times in seconds.
 
-    num_runs: runs that the plans had, contiguous on both sides. hidden: share of move_s behind the request's prefill.
-    wrong: elements that differ from the source's; None where nobody looked.
+    num_runs: runs that the plans had, contiguous on both sides. gb_per_s: nbytes over move_s, in 10^9 bytes.
+    hidden: share of move_s behind the request's prefill, 0 to 1. wrong: elements that differ from the source's; None
+    where nobody looked.
     """
 
     request_id: str
@@ -30,6 +33,7 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prepare_s: float = 0.0
     post_s: float = 0.0
     move_s: float = 0.0
+    gb_per_s: float = 0.0
     hidden: float = 0.0
     wrong: int | None = None
     transport: str = ""
@@ -42,12 +46,17 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def console_for(stream: TextIO) -> Console:
-    """Return a console that is as wide as the terminal, or wide enough for the table where there is none."""
-    return Console(file=stream, width=None if stream.isatty() else 120)
+    """Return a console that is wide enough for the table: a line too long for a terminal beats a figure cut off."""
+    console = Console(file=stream)
+    console.width = max(console.width if stream.isatty() else 0, _TABLE_WIDTH)
+    return console
 
 
 def render_rows(rows: Sequence[RequestRow], console: Console) -> None:
-    """Print the rows as a table."""
+    """Print what was generated, a line each, then the rows as a table, then what went wrong."""
+    for row in rows:
+        if row.error is None:
+            console.print(f"[{row.request_id}] {row.text!r}", markup=False, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("request")
     for name in ("tokens", "bytes", "runs", "prepare", "post", "move", "GB/s", "hidden", "#wrong"):
@@ -72,7 +81,7 @@ def _cells(row: RequestRow) -> list[str]:
         format_seconds(row.prepare_s),
         format_seconds(row.post_s),
         format_seconds(row.move_s),
-        f"{gb_per_s(row.nbytes, row.move_s):.3g}" if moved else "-",
+        f"{row.gb_per_s:.3f}" if moved else "-",
         f"{row.hidden:.0%}" if moved else "-",
         "unverified" if row.wrong is None else f"{row.wrong}",
         row.transport,

@@ -3,6 +3,7 @@
 from pdtx.sidechannel.dialer import Dialer
 from pdtx.sidechannel.keys import KeyPair, Security, generate_keys, load_public, load_secret
 from pdtx.sidechannel.listener import Listener
+from pdtx.sidechannel.protection import require_protection
 
 __all__ = [
     "Dialer",
@@ -12,4 +13,5 @@ __all__ = [
     "generate_keys",
     "load_public",
     "load_secret",
+    "require_protection",
 ]

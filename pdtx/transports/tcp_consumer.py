@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdtx.address import join_address, parse_address, resolve
+from pdtx.address import WILDCARDS, join_address, parse_address, resolve
 from pdtx.errors import (
     AddressInUse,
     InputError,
@@ -33,7 +33,6 @@ MAX_UNPROVEN = 64
 
 _BACKLOG = 128
 _JOIN_S = 0.8
-_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class TcpListener:
         self._receiver, self._options, self._stage_of = receiver, options, stage_of
         self._sock = _bind(address, options.socket_buffer_bytes)
         host, port = self._sock.getsockname()[:2]
-        if host in _WILDCARDS and options.advertise_host is None:
+        if host in WILDCARDS and options.advertise_host is None:
             self._sock.close()
             raise InputError(f"{address} is every address of this host; give one to advertise, or listen at one")
         self.address = join_address(options.advertise_host or host, port)
