@@ -117,7 +117,7 @@ def test_spellings(text: str, name: str) -> None:
     assert make_layout(text, SMALL, num_layers=1, num_blocks=1).name == name
 
 
-@pytest.mark.parametrize("text", ["", "nhd", "flash_attn", "triton_nhd", "flash_attn_nhd_", "(2, 7, 16, 8, 128)"])
+@pytest.mark.parametrize("text", ["", "nhd", "flash_attn", "mla", "flash_attn_nhd_", "(2, 7, 16, 8, 128)"])
 def test_unknown_names_are_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(LayoutError, match=r"unknown layout .*; one of flash_attn_nhd, .*flashinfer_hnd"):
         layout_name(text)

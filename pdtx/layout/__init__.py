@@ -1,0 +1,43 @@
+"""Layouts: where each element of a KV cache lies in memory, as named axes with byte strides.
+
+A layout is named, never guessed from a shape: FlashAttention's (2, num_blocks, ...) and FlashInfer's
+(num_blocks, 2, ...) have the same number of bytes, and at num_blocks = 2 the same shape.
+
+Three kinds: KVCacheLayout (one stride an axis, every axis may be cut), PartedLayout (keys and values laid out
+differently: two KVCacheLayouts in one region), RecordLayout (bytes whose inside is not known, cut only where
+sliceable says so).
+"""
+
+from pdtx.layout.elements import AXIS_NAMES, KVCacheLayout
+from pdtx.layout.make import any_layout, make_layout
+from pdtx.layout.parted import Part, PartedLayout, make_parted_layout
+from pdtx.layout.presets import (
+    ELEMENT_ORDERS,
+    LAYOUT_ORDERS,
+    PARTED_ORDERS,
+    RECORD_ORDERS,
+    layout_name,
+    preset_name,
+)
+from pdtx.layout.records import RecordLayout, make_record_layout
+from pdtx.layout.strided import Axis, StridedLayout
+
+__all__ = [
+    "AXIS_NAMES",
+    "ELEMENT_ORDERS",
+    "LAYOUT_ORDERS",
+    "PARTED_ORDERS",
+    "RECORD_ORDERS",
+    "Axis",
+    "KVCacheLayout",
+    "Part",
+    "PartedLayout",
+    "RecordLayout",
+    "StridedLayout",
+    "any_layout",
+    "layout_name",
+    "make_layout",
+    "make_parted_layout",
+    "make_record_layout",
+    "preset_name",
+]
