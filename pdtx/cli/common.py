@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from pdtx.cli.processes import follow_parent
 from pdtx.errors import InputError, PdtxError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def run_app(app: typer.Typer, name: str) -> None:
     """Run a command line; a PdtxError becomes one line on stderr and its exit code, Ctrl-C 130 and SIGTERM 143."""
     # As an exception, so that what was opened is closed, child processes above all.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    follow_parent()
     try:
         app(prog_name=name)
     except PdtxError as error:

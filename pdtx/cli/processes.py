@@ -1,6 +1,7 @@
 """Child processes that never outlive their parent."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -13,13 +14,21 @@ import msgspec
 
 from pdtx.errors import DeadlineExceeded, PdtxError
 
+_PARENT = "PDTX_PARENT"
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
-    """In the child: be told to end when the parent is gone, were it killed."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def follow_parent() -> None:
+    """In a node started by Node: end when the parent is gone, were it killed.
+
+    Set by the child itself: preexec_fn would run Python's fork hooks in the parent, which swallow a signal's exception.
+    """
+    parent = os.environ.pop(_PARENT, None)
+    if parent is None:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # gone before we asked
+        sys.exit(143)
 
 
 class Node:
@@ -35,7 +44,7 @@ class Node:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_die_with_parent,
+            env={**os.environ, _PARENT: str(os.getpid())},
         )
         self._label = name
         self._errors = list[str]()
