@@ -16,6 +16,16 @@ _FACTORS = {
 }  # fmt: skip
 
 
+def ceil_div(number: int, by: int) -> int:
+    """Return number / by, rounded up; both whole, by 1 or more."""
+    return -(-number // by)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is not below number."""
+    return ceil_div(number, multiple) * multiple
+
+
 def format_bytes(nbytes: int) -> str:
     """Return a size in binary units: 65,536 -> '64 KiB'; exact where the number is whole."""
     value = float(nbytes)

@@ -11,10 +11,11 @@ from pdtx.kvspec.attention import (
 from pdtx.kvspec.base import KVCacheSpec
 from pdtx.kvspec.dtypes import DTYPE_SIZES, dtype_size
 from pdtx.kvspec.kinds import KVCacheSpecKind, get_kv_cache_spec_kind
-from pdtx.kvspec.limits import MAMBA_CACHE_MODES, Growth, ServingLimits, ceil_div, round_up
+from pdtx.kvspec.limits import MAMBA_CACHE_MODES, Growth, ServingLimits
 from pdtx.kvspec.mamba import MambaSpec
 from pdtx.kvspec.mla import HiddenStateCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from pdtx.kvspec.quant import KVQuantMode, get_kv_quant_mode, kv_cache_dtype_to_dtype
+from pdtx.kvspec.sharding import Segment, StateSharding
 from pdtx.kvspec.turboquant import TURBOQUANT_PRESETS, TurboQuantSlot
 from pdtx.kvspec.uniform import UniformTypeKVCacheSpecs
 from pdtx.kvspec.window import ChunkedLocalAttentionSpec, SlidingWindowSpec
@@ -35,17 +36,17 @@ __all__ = [
     "KVQuantMode",
     "MLAAttentionSpec",
     "MambaSpec",
+    "Segment",
     "ServingLimits",
     "SinkFullAttentionSpec",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
+    "StateSharding",
     "TQFullAttentionSpec",
     "TurboQuantSlot",
     "UniformTypeKVCacheSpecs",
-    "ceil_div",
     "dtype_size",
     "get_kv_cache_spec_kind",
     "get_kv_quant_mode",
     "kv_cache_dtype_to_dtype",
-    "round_up",
 ]

@@ -8,8 +8,9 @@ from pdtx.errors import SpecError
 from pdtx.kvspec.base import KVCacheSpec
 from pdtx.kvspec.checks import require_one_of, require_page, require_positive, require_positive_or_none
 from pdtx.kvspec.dtypes import dtype_size
-from pdtx.kvspec.limits import Growth, ServingLimits, ceil_div
+from pdtx.kvspec.limits import Growth, ServingLimits
 from pdtx.kvspec.quant import SCALE_BYTES, KVQuantMode, head_bytes
+from pdtx.units import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)

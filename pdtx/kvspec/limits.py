@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdtx.kvspec.checks import require_one_of, require_positive
+from pdtx.units import ceil_div
 
 
 class Growth(StrEnum):
@@ -67,13 +68,3 @@ class ServingLimits:
     def tokens_per_rank(self) -> int:
         """Tokens of the longest request that one context-parallel rank keeps: ceil(max_model_len / (dcp * pcp))."""
         return ceil_div(self.max_model_len, self.decode_context_parallel_size * self.prefill_context_parallel_size)
-
-
-def ceil_div(value: int, divisor: int) -> int:
-    """Return value / divisor, rounded up."""
-    return -(-value // divisor)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is not below value."""
-    return ceil_div(value, multiple) * multiple

@@ -7,7 +7,8 @@ from pdtx.errors import SpecError
 from pdtx.kvspec.base import KVCacheSpec
 from pdtx.kvspec.checks import require_one_of, require_page, require_positive
 from pdtx.kvspec.dtypes import dtype_size
-from pdtx.kvspec.limits import MAMBA_CACHE_MODES, Growth, ServingLimits, ceil_div
+from pdtx.kvspec.limits import MAMBA_CACHE_MODES, Growth, ServingLimits
+from pdtx.units import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from pdtx.errors import SpecError
 from pdtx.kvspec.attention import FullAttentionSpec
 from pdtx.kvspec.checks import require_positive, require_positive_or_none
 from pdtx.kvspec.dtypes import dtype_size
-from pdtx.kvspec.limits import round_up
 from pdtx.kvspec.window import SlidingWindowSpec
+from pdtx.units import round_up
 
 V32_TOKEN_BYTES = 656
 """DeepSeek V3.2, fp8_ds_mla: 512 FP8 elements without position, 4 float32 scales, 64 bfloat16 with position."""

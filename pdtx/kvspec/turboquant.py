@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pdtx.errors import SpecError
 from pdtx.kvspec.checks import require_positive
-from pdtx.kvspec.limits import ceil_div, round_up
+from pdtx.units import ceil_div, round_up
 
 
 @dataclass(frozen=True, kw_only=True)

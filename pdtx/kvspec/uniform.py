@@ -7,10 +7,11 @@ from typing import Self
 from pdtx.errors import SpecError
 from pdtx.kvspec.attention import CrossAttentionSpec, FullAttentionSpec
 from pdtx.kvspec.base import KVCacheSpec
-from pdtx.kvspec.limits import Growth, ServingLimits, ceil_div
+from pdtx.kvspec.limits import Growth, ServingLimits
 from pdtx.kvspec.mamba import MambaSpec
 from pdtx.kvspec.mla import SlidingWindowMLASpec
 from pdtx.kvspec.window import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from pdtx.units import ceil_div
 
 _FAMILIES: tuple[tuple[type[KVCacheSpec], str | None], ...] = (
     (FullAttentionSpec, None),  # and all its descendants: MLA, hidden states, sinks, TurboQuant

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pdtx.errors import SpecError
 from pdtx.kvspec.attention import AttentionSpec
 from pdtx.kvspec.checks import require_positive
-from pdtx.kvspec.limits import Growth, ServingLimits, ceil_div
+from pdtx.kvspec.limits import Growth, ServingLimits
 from pdtx.kvspec.quant import head_bytes
+from pdtx.units import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """From a Hugging Face config.json to what each layer of the model keeps. Reads JSON only, no checkpoint."""
 
-from pdtx.models.build import MODEL_TYPES, context_length, layer_specs
+from pdtx.models.build import MODEL_TYPES, context_length, layer_specs, state_sharding
 from pdtx.models.growth import GrowthCurve, LayerKind, growth_curves, layer_kinds
 from pdtx.models.load import load_config, preset_names
 from pdtx.models.options import KV_CACHE_DTYPES
@@ -16,4 +16,5 @@ __all__ = [
     "layer_specs",
     "load_config",
     "preset_names",
+    "state_sharding",
 ]

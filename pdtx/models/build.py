@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdtx.errors import ModelError
-from pdtx.kvspec import KVCacheSpec
+from pdtx.kvspec import KVCacheSpec, StateSharding
 from pdtx.models import attention, deepseek_v4, encoder, hybrid, latent
 from pdtx.models.fields import Fields
 from pdtx.models.options import CacheOptions
+from pdtx.models.states import States
 
 Rule = Callable[[Fields, CacheOptions], dict[str, KVCacheSpec]]
 
@@ -38,6 +39,13 @@ _RULES: Mapping[str, Rule] = {
     "bert": encoder.encoder_only,
     "roberta": encoder.encoder_only,
     "xlm-roberta": encoder.encoder_only,
+}
+_STATES: Mapping[str, Callable[[Fields], States]] = {
+    "jamba": hybrid.jamba_states,
+    "bamba": hybrid.bamba_states,
+    "nemotron_h": hybrid.nemotron_h_states,
+    "qwen3_next": hybrid.qwen3_next_states,
+    "kimi_linear": hybrid.kimi_linear_states,
 }
 _NESTED = frozenset({"gemma3", "llama4"})  # the language model is described in text_config
 MODEL_TYPES = tuple(_RULES)
@@ -71,6 +79,16 @@ def layer_specs(
         max_model_len=max_model_len,
     )
     return rule(fields, options)
+
+
+def state_sharding(config: Mapping[str, Any]) -> StateSharding | None:
+    """Return how ranks share the states of a model's recurrent layers; None if it has none.
+
+    Raises ModelError as layer_specs does.
+    """
+    fields, _ = _fields(config)
+    states = _STATES.get(Fields(config).text("model_type"))
+    return states(fields).sharding if states is not None else None
 
 
 def context_length(config: Mapping[str, Any]) -> int:

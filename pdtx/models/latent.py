@@ -3,9 +3,10 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from pdtx.kvspec import KVCacheSpec, MLAAttentionSpec, ceil_div
+from pdtx.kvspec import KVCacheSpec, MLAAttentionSpec
 from pdtx.models.fields import Fields
 from pdtx.models.options import FP8_DTYPES, PLAIN_DTYPES, CacheOptions
+from pdtx.units import ceil_div
 
 RECORD_DTYPES = (*FP8_DTYPES, "fp8_ds_mla")
 """What is kept as DeepSeek's own records."""

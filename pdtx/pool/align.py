@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pdtx.errors import SpecError
-from pdtx.kvspec import AttentionSpec, MambaSpec, ceil_div
+from pdtx.kvspec import AttentionSpec, MambaSpec
+from pdtx.units import ceil_div
 
 A = TypeVar("A", bound=AttentionSpec)
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pdtx.errors import SpecError
-from pdtx.kvspec import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec, UniformTypeKVCacheSpecs, ceil_div
+from pdtx.kvspec import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec, UniformTypeKVCacheSpecs
 from pdtx.pool.config import KVCacheGroupSpec
+from pdtx.units import ceil_div
 
 Windows = dict[str, SlidingWindowMLASpec]
 

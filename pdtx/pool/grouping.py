@@ -13,13 +13,13 @@ from pdtx.kvspec import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
-    ceil_div,
     dtype_size,
 )
 from pdtx.kvspec.attention import one_recorded
 from pdtx.pool.config import KVCacheGroupSpec
 from pdtx.pool.deepseek_v4 import deepseek_v4_groups
 from pdtx.pool.keep_all import keep_all_tokens
+from pdtx.units import ceil_div
 
 Layers = Mapping[str, KVCacheSpec]
 

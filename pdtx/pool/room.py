@@ -7,7 +7,7 @@ from pdtx.errors import PoolTooSmall
 from pdtx.kvspec import ServingLimits
 from pdtx.pool.config import KVCacheGroupSpec
 from pdtx.pool.slots import blocks_per_request, bytes_per_block
-from pdtx.units import format_bytes
+from pdtx.units import ceil_div, format_bytes
 
 
 def max_memory_usage_bytes(groups: Sequence[KVCacheGroupSpec], limits: ServingLimits) -> int:
@@ -75,4 +75,4 @@ def get_max_concurrency(groups: Sequence[KVCacheGroupSpec], num_blocks: int, lim
     usage = sum(group.kv_cache_spec.max_memory_usage_bytes(limits) for group in groups)
     if not usage:
         return float("inf")
-    return num_blocks / -(-usage // groups[0].kv_cache_spec.page_size_bytes)
+    return num_blocks / ceil_div(usage, groups[0].kv_cache_spec.page_size_bytes)

@@ -6,8 +6,9 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from pdtx.errors import SpecError
-from pdtx.kvspec import KVCacheSpec, ServingLimits, UniformTypeKVCacheSpecs, ceil_div
+from pdtx.kvspec import KVCacheSpec, ServingLimits, UniformTypeKVCacheSpecs
 from pdtx.pool.config import KVCacheGroupSpec, KVCacheTensor
+from pdtx.units import ceil_div
 
 
 class Slot(NamedTuple):
