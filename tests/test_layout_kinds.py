@@ -1,5 +1,6 @@
 """Layouts beyond the four basic ones: places of single elements, what may be cut, padding, kernel blocks, refusals."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +9,16 @@ import pytest
 from pdtx.errors import LayoutError
 from pdtx.kvspec import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
+    KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     TQFullAttentionSpec,
@@ -21,8 +28,11 @@ from pdtx.layout import (
     LAYOUT_ORDERS,
     PARTED_ORDERS,
     RECORD_ORDERS,
+    STATE_ORDERS,
+    AnyLayout,
     Axis,
     KVCacheLayout,
+    Layout,
     Part,
     PartedLayout,
     RecordLayout,
@@ -33,7 +43,7 @@ from pdtx.layout import (
     make_record_layout,
     preset_name,
 )
-from tests.test_layout_vectors import AnyLayout, contiguous_runs, pieces_of, places
+from tests.test_layout_vectors import contiguous_runs, pieces_of, places
 from tests.vectors import DATA, Case, load_vectors
 
 PLAIN = FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=6, dtype="float16")
@@ -54,6 +64,7 @@ COMPRESSOR = SlidingWindowMLASpec(
     block_size=4, num_kv_heads=1, head_size=512, dtype="float32", sliding_window=8, alignment=576
 )
 HIDDEN = HiddenStateCacheSpec(block_size=4, num_kv_heads=3, head_size=8, dtype="bfloat16")
+STATES = MambaSpec(block_size=512, shapes=((3, 8), (2, 4, 5)), dtypes=("float16", "float16"))
 
 RECORD_SPECS: dict[str, AttentionSpec] = {
     "mla": SPARSE, "deepseek_v4": V4, "deepseek_indexer": INDEXER, "deepseek_v4_compressor": COMPRESSOR,
@@ -61,14 +72,18 @@ RECORD_SPECS: dict[str, AttentionSpec] = {
 }  # fmt: skip
 
 
-def spec_for(name: str) -> AttentionSpec:
+def attention_for(name: str) -> AttentionSpec:
     """A spec that a preset can hold."""
     if name in RECORD_ORDERS:
         return RECORD_SPECS[max((kind for kind in RECORD_SPECS if kind in name), key=len)]
     return UNLIKE if "diffkv" in name else PLAIN
 
 
-EVERY_NAME = (*ELEMENT_ORDERS, *PARTED_ORDERS, *RECORD_ORDERS)
+def spec_for(name: str) -> KVCacheSpec:
+    return STATES if name in STATE_ORDERS else attention_for(name)
+
+
+EVERY_NAME = (*ELEMENT_ORDERS, *PARTED_ORDERS, *RECORD_ORDERS, *STATE_ORDERS)
 
 
 class TestEveryPreset:
@@ -80,7 +95,7 @@ class TestEveryPreset:
         found, itemsize = places(layout), pieces_of(layout)[0][1].itemsize
         assert (np.diff(found) >= itemsize).all()
         assert layout.size_bytes == 2 * 3 * spec.page_size_bytes
-        if spec.page_size_padded is None:
+        if layout.bytes_per_block == spec.page_size_bytes:
             assert contiguous_runs(layout) == (1, layout.size_bytes)
 
     def test_no_name_has_two_meanings(self) -> None:
@@ -94,7 +109,7 @@ class TestEveryPreset:
     def test_other_kinds_are_not_plain_layouts(self) -> None:
         """What needs more than one stride an axis is not offered where the cache asks for a layout."""
         assert layout_name("TRITON_ATTN:HND") == "triton_hnd"
-        for name in (*PARTED_ORDERS, *RECORD_ORDERS):
+        for name in (*PARTED_ORDERS, *RECORD_ORDERS, *STATE_ORDERS):
             with pytest.raises(LayoutError, match="unknown layout"):
                 layout_name(name)
 
@@ -157,6 +172,7 @@ class TestParted:
         whole = make_layout("vllm_lbnhc", PLAIN, num_layers=2, num_blocks=3)
         with pytest.raises(LayoutError, match="key must have one step of kv"):
             PartedLayout("wrong", Part("key", 0, whole), value, whole.size_bytes)
+        assert isinstance(key.layout, KVCacheLayout)
         with pytest.raises(LayoutError, match="1 steps of kv, not keys and values"):
             PartedLayout.of(key.layout)
 
@@ -184,7 +200,7 @@ class TestRecords:
         ],
     )
     def test_what_may_be_cut(self, name: str, sliceable: set[str]) -> None:
-        layout = make_record_layout(name, spec_for(name), num_layers=2, num_blocks=3)
+        layout = make_record_layout(name, attention_for(name), num_layers=2, num_blocks=3)
         assert layout.sliceable == sliceable
 
     @pytest.mark.parametrize("name", [name for name in RECORD_ORDERS if "nvfp4" in name or "deepseek_v4" in name])
@@ -304,9 +320,8 @@ class TestPadding:
 class TestKernelBlocks:
     @staticmethod
     def halves(name: str) -> AnyLayout:
-        return any_layout(
-            name, spec_for(name), num_layers=2, num_blocks=3, kernel_block_size=spec_for(name).block_size // 2
-        )
+        spec = spec_for(name)
+        return any_layout(name, spec, num_layers=2, num_blocks=3, kernel_block_size=spec.block_size // 2)
 
     @pytest.mark.parametrize(
         "name", ["flash_attn_nhd", "flashinfer_hnd", "vllm_lbnhc", "turboquant", "flash_attn_diffkv_hnd"]
@@ -314,11 +329,15 @@ class TestKernelBlocks:
     def test_a_block_is_some_steps_of_the_block_axis(self, name: str) -> None:
         for _, layout in pieces_of(self.halves(name)):
             assert (layout.extent("block"), layout.extent("token"), layout.blocks_per_manager_block) == (6, 2, 2)
-            assert layout.block_steps([2, 0]) == [4, 5, 0, 1]
+            assert layout.block_steps([2, 0]).tolist() == [4, 5, 0, 1]
+        assert self.halves(name).block_steps(np.array([2, 0])).tolist() == [4, 5, 0, 1]
 
     def test_steps_are_blocks_where_nothing_is_split(self) -> None:
         layout = make_layout("flash_attn_nhd", PLAIN, num_layers=2, num_blocks=3)
-        assert layout.block_steps([2, 0]) == [2, 0]
+        steps = layout.block_steps([2, 0])
+        assert steps.tolist() == [2, 0]
+        assert steps.dtype == np.int64
+        assert layout.block_steps([]).tolist() == []
 
     def test_k_and_v_alternate_within_a_block(self) -> None:
         """A manager's block of FlashInfer holds K, V, K, V; one of FlashAttention lies in each half in one piece."""
@@ -360,18 +379,112 @@ class TestKernelBlocks:
 
 
 def test_refuses_specs_of_another_kind() -> None:
-    window = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float16", sliding_window=4)
-    with pytest.raises(LayoutError, match="holds plain full attention, not SlidingWindowSpec"):
-        any_layout("triton_nhd", window, num_layers=1, num_blocks=1)
+    encoder = EncoderOnlyAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float16")
+    for spec in (encoder, MLA, TURBOQUANT, COMPRESSOR, STATES):
+        for name in ("triton_nhd", "diffkv_lbnhc"):
+            with pytest.raises(LayoutError, match=f"{name} holds plain keys and values, not {type(spec).__name__}"):
+                any_layout(name, spec, num_layers=1, num_blocks=1)
+    with pytest.raises(LayoutError, match="mla does not hold MambaSpec"):
+        any_layout("mla", STATES, num_layers=1, num_blocks=1)
     for name in ("cpu_attn_lbhnc", "vllm_lbnhc"):
         with pytest.raises(LayoutError, match=f"{name} keeps K and V alike"):
             any_layout(name, UNLIKE, num_layers=1, num_blocks=1)
-    with pytest.raises(LayoutError, match="triton_nhd holds plain full attention"):
+    with pytest.raises(LayoutError, match="plain keys and values, not FullAttentionSpec with INT8_PER_TOKEN_HEAD"):
         make_layout("triton_nhd", INT8, num_layers=1, num_blocks=1)
     with pytest.raises(LayoutError, match="triton_nhd does not part keys and values"):
         make_parted_layout("triton_nhd", PLAIN, num_layers=1, num_blocks=1)
     with pytest.raises(LayoutError, match="triton_nhd does not hold records"):
         make_record_layout("triton_nhd", PLAIN, num_layers=1, num_blocks=1)
+
+
+class TestEveryClassOfKeysAndValues:
+    """A page does not tell which tokens a layer forgets: same preset, same heads, same strides."""
+
+    WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=3, head_size=6, dtype="float16", sliding_window=7)
+    CHUNK = ChunkedLocalAttentionSpec(
+        block_size=4, num_kv_heads=3, head_size=6, dtype="float16", attention_chunk_size=8
+    )
+    SINK = SinkFullAttentionSpec(block_size=4, num_kv_heads=3, head_size=6, dtype="float16", sink_len=4)
+    CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=3, head_size=6, dtype="float16")
+    OTHERS = (WINDOW, CHUNK, SINK, CROSS)
+
+    @pytest.mark.parametrize("spec", OTHERS, ids=lambda spec: type(spec).__name__)
+    @pytest.mark.parametrize("name", [*ELEMENT_ORDERS, "cpu_attn_lbhnc"])
+    def test_plain_presets(self, name: str, spec: AttentionSpec) -> None:
+        assert any_layout(name, spec, num_layers=2, num_blocks=3) == any_layout(name, PLAIN, num_layers=2, num_blocks=3)
+
+    @pytest.mark.parametrize("name", [name for name in PARTED_ORDERS if "diffkv" in name])
+    def test_value_heads_of_another_size(self, name: str) -> None:
+        """Only where the spec's class can have them."""
+        expected = any_layout(name, UNLIKE, num_layers=2, num_blocks=3)
+        for unlike in (replace(self.WINDOW, head_size_v=2), replace(self.SINK, head_size_v=2)):
+            assert any_layout(name, unlike, num_layers=2, num_blocks=3) == expected
+        for spec in (self.CHUNK, self.CROSS):
+            with pytest.raises(LayoutError, match=f"{name} needs a spec with head_size_v, which {type(spec).__name__}"):
+                any_layout(name, spec, num_layers=2, num_blocks=3)
+
+    def test_unlike_heads_are_refused_in_windows_too(self) -> None:
+        window = replace(self.WINDOW, head_size_v=2)
+        for name in ("flashinfer_hnd", "cpu_attn_lbhnc"):
+            with pytest.raises(LayoutError, match="keeps K and V alike; head_size 6 and head_size_v 2 differ"):
+                any_layout(name, window, num_layers=2, num_blocks=3)
+
+    @pytest.mark.parametrize("name", [name for name in RECORD_ORDERS if "per_token_head" in name or "nvfp4" in name])
+    @pytest.mark.parametrize("spec", OTHERS, ids=lambda spec: type(spec).__name__)
+    def test_quantized_presets(self, name: str, spec: AttentionSpec) -> None:
+        full = attention_for(name)
+        if isinstance(spec, SlidingWindowSpec | SinkFullAttentionSpec):
+            spec = replace(spec, head_size=full.head_size, head_size_v=full.head_size)
+        other = replace(spec, kv_quant_mode=full.kv_quant_mode, dtype=full.dtype, head_size=full.head_size)
+        layout = any_layout(name, other, num_layers=2, num_blocks=3)
+        assert layout == any_layout(name, full, num_layers=2, num_blocks=3)
+        assert layout.size_bytes == 6 * other.page_size_bytes
+
+
+class TestTheCommonInterface:
+    """What a plan, a cache and a description ask of any layout."""
+
+    @pytest.mark.parametrize("name", EVERY_NAME)
+    def test_every_layout_answers(self, name: str) -> None:
+        spec = spec_for(name)
+        layout = any_layout(name, spec, num_layers=2, num_blocks=3)
+        assert isinstance(layout, Layout)
+        padding = 6 * (spec.page_size_bytes - layout.bytes_per_block)
+        ours = sum(part.layout.itemsize * math.prod(a.extent for a in part.layout.axes) for part in layout.parts)
+        assert ours + padding == layout.size_bytes, "the parts hold all there is"
+        assert layout.block_size == (1 if name in STATE_ORDERS else spec.block_size)
+        assert layout.blocks_per_manager_block == 1
+        assert layout.sliceable == frozenset.intersection(*(part.layout.sliceable for part in layout.parts))
+
+    def test_one_part_or_several(self) -> None:
+        plain = make_layout("sglang", PLAIN, num_layers=2, num_blocks=3)
+        assert plain.parts == (Part("", 0, plain),)
+        record = make_record_layout("mla", MLA, num_layers=2, num_blocks=3)
+        assert record.parts == (Part("", 0, record),)
+        parted = make_parted_layout("diffkv_lbnhc", UNLIKE, num_layers=2, num_blocks=3)
+        assert [part.name for part in parted.parts] == ["key", "value"]
+        assert parted.bytes_per_block == 4 * 3 * 8 * 2
+
+    @pytest.mark.parametrize("name", EVERY_NAME)
+    def test_blocks_that_cannot_be_moved_say_so(self, name: str) -> None:
+        """NVFP4 where a block or a layer steps inside the data and scales of another, whose order is not known."""
+        stuck = {
+            "flashinfer_nvfp4_hnd_cross_layer": "layer",
+            "nvfp4_bhlnc": "layer",
+            "nvfp4_lhbnc": "block",
+        }
+        layout = any_layout(name, spec_for(name), num_layers=2, num_blocks=3)
+        assert layout.movable is (name not in stuck)
+        if name not in stuck:
+            layout.require_movable()
+            return
+        with pytest.raises(LayoutError, match=f"{name} cannot be transferred: in memory its axis {stuck[name]} lies"):
+            layout.require_movable()
+
+    def test_an_axis_of_one_step_stands_in_no_way(self) -> None:
+        layout = any_layout("nvfp4_bhlnc", NVFP4, num_layers=1, num_blocks=3)
+        assert "layer" not in layout.sliceable
+        assert layout.movable
 
 
 def test_the_essential_vectors_are_kept() -> None:

@@ -20,19 +20,9 @@ class KVCacheLayout(StridedLayout):
     names: ClassVar[tuple[str, ...]] = AXIS_NAMES
 
     @property
-    def sliceable(self) -> frozenset[str]:
-        """The axes of which a part may be moved without the rest: all."""
-        return frozenset(AXIS_NAMES)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self.extent("token")
-
-    @property
     def bytes_per_token(self) -> int:
         """Payload bytes of one token in one layer, K and V together."""
-        return self.extent("kv") * self.extent("head") * self.extent("channel") * self.itemsize
+        return self.bytes_per_block // self.block_size
 
     def with_swapped(self, first: str, second: str) -> "KVCacheLayout":
         """Return a copy in which two axes trade places in memory: the classic wrong reading, for fault injection.

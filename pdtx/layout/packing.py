@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from pdtx.errors import LayoutError
 from pdtx.kvspec import AttentionSpec
+from pdtx.layout.base import OUTSIDE_PAGE
 from pdtx.layout.presets import is_cross_layer, is_packed
 from pdtx.layout.strided import Axis, StridedLayout
-
-OUTSIDE_PAGE = ("layer", "block")
-"""The axes that step from page to page; all others lie inside one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +102,7 @@ def check_split(layout: StridedLayout) -> None:
     """Raise LayoutError where vLLM 0.32 would not split a block for a kernel: unless it lies in one dense page."""
     if not is_packed(layout.name):
         return
-    inside = [axis for axis in layout.axes if axis.name not in OUTSIDE_PAGE]
-    page = layout.itemsize
-    for axis in inside:
-        page *= axis.extent
+    page = layout.bytes_per_block
     if layout.blocks_per_manager_block > 1 and layout.stride("block") != page:
         raise LayoutError(
             f"{layout.name} has {layout.stride('block')} bytes from block to block, not a page's {page}: "

@@ -2,30 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from pdtx.errors import LayoutError
-from pdtx.kvspec import FullAttentionSpec, dtype_size
+from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, dtype_size
+from pdtx.layout.base import Layout, Part
 from pdtx.layout.elements import KVCacheLayout
 from pdtx.layout.packing import Frame, check_split, pack
-from pdtx.layout.plain import check_plain
+from pdtx.layout.plain import KeyValueSpec, check_alike, check_plain, head_size_v
 from pdtx.layout.presets import PARTED_ORDERS, preset_name
 from pdtx.layout.strided import Axis
 
 
 @dataclass(frozen=True)
-class Part:
-    """The keys or the values: their layout, whose kv axis has one step, beginning offset bytes into the region."""
-
-    name: Literal["key", "value"]
-    offset: int
-    layout: KVCacheLayout
-
-
-@dataclass(frozen=True)
-class PartedLayout:
+class PartedLayout(Layout):
     """A region of size_bytes in which keys and values are laid out each by themselves, perhaps interleaved.
 
+    The kv axis of each part has one step.
     A plan for it is two plans, key to key and value to value, each in its part's own coordinates.
     Raises LayoutError if a part lies outside the region or the parts disagree on what they hold.
     """
@@ -52,19 +44,9 @@ class PartedLayout:
         return self.key, self.value
 
     @property
-    def sliceable(self) -> frozenset[str]:
-        """The axes of which a part may be moved without the rest: all."""
-        return self.key.layout.sliceable
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self.key.layout.block_size
-
-    @property
     def bytes_per_token(self) -> int:
         """Payload bytes of one token in one layer, K and V together."""
-        return self.key.layout.bytes_per_token + self.value.layout.bytes_per_token
+        return self.bytes_per_block // self.block_size
 
     @classmethod
     def of(cls, layout: KVCacheLayout) -> "PartedLayout":
@@ -86,7 +68,7 @@ def _parted(
 
 
 def make_parted_layout(
-    name: str, spec: FullAttentionSpec, *, num_layers: int, num_blocks: int, kernel_block_size: int | None = None
+    name: str, spec: KVCacheSpec, *, num_layers: int, num_blocks: int, kernel_block_size: int | None = None
 ) -> PartedLayout:
     """Return the layout of one of PARTED_ORDERS; arguments as in make_layout.
 
@@ -95,19 +77,26 @@ def make_parted_layout(
     name = preset_name(name)
     if name not in PARTED_ORDERS:
         raise LayoutError(f"{name} does not part keys and values; one of {', '.join(PARTED_ORDERS)} does")
-    check_plain(name, spec)
-    if name == "cpu_attn_lbhnc" and spec.head_size != spec.head_size_v:
-        raise LayoutError(f"{name} keeps K and V alike; head_size {spec.head_size}, head_size_v {spec.head_size_v}")
-    frame = Frame.of(name, spec, num_layers=num_layers, num_blocks=num_blocks, kernel_block_size=kernel_block_size)
-    order, width = PARTED_ORDERS[name], spec.head_size + spec.head_size_v
-    extents = {**frame.extents(), "kv": 1, "head": spec.num_kv_heads, "channel": width}
-    axes, size = pack(name, ("kv", *order), extents, dtype_size(spec.dtype), spec.page_size_padded)
-    whole = KVCacheLayout(name, axes, dtype_size(spec.dtype), size, frame.kernel_blocks)
+    plain = check_plain(name, spec)
+    _check_heads(name, plain)
+    frame = Frame.of(name, plain, num_layers=num_layers, num_blocks=num_blocks, kernel_block_size=kernel_block_size)
+    order, widths, item = PARTED_ORDERS[name], (plain.head_size, head_size_v(plain)), dtype_size(plain.dtype)
+    extents = {**frame.extents(), "kv": 1, "head": plain.num_kv_heads, "channel": sum(widths)}
+    axes, size = pack(name, ("kv", *order), extents, item, plain.page_size_padded)
+    whole = KVCacheLayout(name, axes, item, size, frame.kernel_blocks)
     check_split(whole)
     if name == "cpu_attn_lbhnc":
         return _transposed_keys(whole)
-    key, value = (_narrowed(whole, channels) for channels in (spec.head_size, spec.head_size_v))
-    return _parted(name, key, value, spec.head_size * whole.itemsize, whole)
+    key, value = (_narrowed(whole, channels) for channels in widths)
+    return _parted(name, key, value, plain.head_size * item, whole)
+
+
+def _check_heads(name: str, spec: KeyValueSpec) -> None:
+    """Raise LayoutError where a spec's heads do not fit: alike on CPUs, else each with a size of its own."""
+    if name == "cpu_attn_lbhnc":
+        check_alike(name, spec)
+    elif not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+        raise LayoutError(f"{name} needs a spec with head_size_v, which {type(spec).__name__} does not have")
 
 
 def _narrowed(whole: KVCacheLayout, channels: int) -> tuple[Axis, ...]:

@@ -14,7 +14,7 @@ LAYOUT_ORDERS: Mapping[str, Order] = MappingProxyType({
     "flashinfer_nhd": ("layer", "block", "kv", "token", "head", "channel"),
     "flashinfer_hnd": ("layer", "block", "kv", "head", "token", "channel"),
 })  # fmt: skip
-"""The four basic layouts. Everything else is in ELEMENT_ORDERS, PARTED_ORDERS and RECORD_ORDERS."""
+"""The four basic layouts. Everything else is in ELEMENT_, PARTED_, RECORD_ and STATE_ORDERS."""
 
 # vLLM 0.22's cross-layer forms: one tensor for all layers, of which a block of all layers is one run.
 _FLASH_ATTN_CROSS = {
@@ -94,6 +94,13 @@ RECORD_ORDERS: Mapping[str, Order] = MappingProxyType({
 })  # fmt: skip
 """Layouts of records (RecordLayout): vLLM 0.22's under the kind's name, 0.32's with the memory order behind it."""
 
+STATE_ORDERS: Mapping[str, Order] = MappingProxyType({
+    # VLLM_SSM_CONV_STATE_LAYOUT: SD, its default, and DS.
+    "mamba_sd": ("layer", "block", "step", "channel"),
+    "mamba_ds": ("layer", "block", "channel", "step"),
+})  # fmt: skip
+"""Layouts of states (StateLayout); the axes of a convolution's state, the only one in which they differ."""
+
 
 def is_cross_layer(name: str) -> bool:
     """Whether a preset is one of vLLM 0.22's cross-layer forms."""
@@ -124,4 +131,4 @@ def layout_name(text: str) -> str:
 
 def preset_name(text: str) -> str:
     """Return the preset of any kind that a user's spelling means. Raises LayoutError, listing the presets."""
-    return _known(text, {**ELEMENT_ORDERS, **PARTED_ORDERS, **RECORD_ORDERS})
+    return _known(text, {**ELEMENT_ORDERS, **PARTED_ORDERS, **RECORD_ORDERS, **STATE_ORDERS})

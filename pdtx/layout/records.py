@@ -8,8 +8,8 @@ from typing import ClassVar
 from pdtx.errors import LayoutError
 from pdtx.kvspec import (
     AttentionSpec,
-    FullAttentionSpec,
     HiddenStateCacheSpec,
+    KVCacheSpec,
     KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -17,6 +17,7 @@ from pdtx.kvspec import (
     dtype_size,
 )
 from pdtx.layout.packing import Frame, check_split, pack
+from pdtx.layout.plain import KeyValueSpec, head_size_v, keys_and_values
 from pdtx.layout.presets import RECORD_ORDERS, preset_name
 from pdtx.layout.strided import StridedLayout
 
@@ -62,12 +63,6 @@ class RecordLayout(StridedLayout):
         """Tokens in a block."""
         return self.extent("token") * self.tokens_per_step
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Payload bytes of one block in one layer."""
-        parts = self.extent("kv") if "kv" in self.by_name else 1
-        return parts * self.extent("head") * self.extent("token") * self.extent("byte")
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
@@ -79,7 +74,7 @@ class _Content:
 
 
 def make_record_layout(
-    name: str, spec: AttentionSpec, *, num_layers: int, num_blocks: int, kernel_block_size: int | None = None
+    name: str, spec: KVCacheSpec, *, num_layers: int, num_blocks: int, kernel_block_size: int | None = None
 ) -> RecordLayout:
     """Return the layout of one of RECORD_ORDERS; arguments as in make_layout.
 
@@ -88,6 +83,8 @@ def make_record_layout(
     name = preset_name(name)
     if name not in RECORD_ORDERS:
         raise LayoutError(f"{name} does not hold records; one of {', '.join(RECORD_ORDERS)} does")
+    if not isinstance(spec, AttentionSpec):
+        raise LayoutError(f"{name} does not hold {type(spec).__name__}")
     content = _CONTENTS[_kind(name)](name, spec)
     frame = Frame.of(name, spec, num_layers=num_layers, num_blocks=num_blocks, kernel_block_size=kernel_block_size)
     extents = frame.extents(content.tokens_per_step)
@@ -154,10 +151,11 @@ def _hidden_states(name: str, spec: AttentionSpec) -> _Content:
     return _Content(record_bytes=spec.head_size * dtype_size(spec.dtype))
 
 
-def _quantized(name: str, spec: AttentionSpec) -> FullAttentionSpec:
-    if type(spec) is not FullAttentionSpec or spec.head_size != spec.head_size_v:
+def _quantized(name: str, spec: AttentionSpec) -> KeyValueSpec:
+    found = keys_and_values(spec)
+    if found is None or found.head_size != head_size_v(found):
         raise _refuse(name, spec)
-    return spec
+    return found
 
 
 def _per_token_head(name: str, spec: AttentionSpec) -> _Content:

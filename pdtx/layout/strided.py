@@ -1,12 +1,13 @@
 """What every layout is made of: axes with byte strides inside one region."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from types import MappingProxyType
 from typing import ClassVar
 
 from pdtx.errors import LayoutError
+from pdtx.layout.base import OUTSIDE_PAGE, Layout, Part
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class StridedLayout:
+class StridedLayout(Layout):
     """Where each element of a cache lies inside one region of size_bytes.
 
     axes: outermost (largest stride) first. The element at coordinates x lies at sum(x[a] * stride[a]).
@@ -83,11 +84,22 @@ class StridedLayout:
         """Number of steps of an axis."""
         return self.by_name[name].extent
 
-    def block_steps(self, block_ids: Sequence[int]) -> list[int]:
-        """Return the steps of the block axis that blocks of the manager's are, in token order.
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The layout itself."""
+        return (Part("", 0, self),)
 
-        They differ where a kernel's blocks are smaller than the manager's (vLLM: 256 tokens managed, 64 a kernel
-        block): manager's block b is then the steps b * n .. b * n + n - 1, and the token axis counts a step's tokens.
-        """
-        count = self.blocks_per_manager_block
-        return [block * count + step for block in block_ids for step in range(count)]
+    @property
+    def sliceable(self) -> frozenset[str]:
+        """The axes of which a part may be moved without the rest: all, where a class does not say otherwise."""
+        return frozenset(self.by_name)
+
+    @property
+    def block_size(self) -> int:
+        """Positions in a step of the block axis: 1 where it has no token axis."""
+        return self.extent("token") if "token" in self.by_name else 1
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Payload bytes of one step of the block axis in one layer."""
+        return self.itemsize * prod(axis.extent for axis in self.axes if axis.name not in OUTSIDE_PAGE)
