@@ -45,6 +45,10 @@ class LayoutError(InputError):
     """An unknown or impossible layout."""
 
 
+class ParallelError(InputError):
+    """Tensor-parallel ranks that cannot share what they would have to."""
+
+
 class PlanError(InputError):
     """Two sides that cannot be matched, or a plan that failed its audit."""
 

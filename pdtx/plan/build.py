@@ -1,35 +1,30 @@
 """Build a plan: match two caches by token position and cut what they share into contiguous runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
 
 import numpy as np
 
 from pdtx.errors import PlanError
-from pdtx.layout import KVCacheLayout
-from pdtx.plan.audit import audit_runs
+from pdtx.layout import Part, RecordLayout, StridedLayout
+from pdtx.parallel import Box
+from pdtx.plan.audit import audit_run_set
+from pdtx.plan.endpoint import Endpoint
+from pdtx.plan.match import BoxAxis, box_axes, check_parts, match_parts, whole_blocks
 from pdtx.plan.runs import GridAxis, Int64s, RunGrid, Runs, RunSet
+from pdtx.units import ceil_div
 
-
-@dataclass(frozen=True)
-class Endpoint:
-    """One side of a transfer: its layout, and the blocks that hold the request's tokens 0, 1, 2, ... in this order."""
-
-    layout: KVCacheLayout
-    block_ids: Int64s = field(repr=False)
-
-    @classmethod
-    def of(cls, layout: KVCacheLayout, block_ids: Sequence[int] | Int64s) -> "Endpoint":
-        """Make an endpoint from any sequence of block ids."""
-        return cls(layout, np.asarray(block_ids, dtype=np.int64))
+_WHOLE = (Box(),)
 
 
 @dataclass(frozen=True)
 class TransferPlan:
     """The runs that carry layers x tokens of one request from src to dst.
 
-    layers, tokens: half-open ranges. runs: compressed, unmerged. flat: what to move, merged if asked for.
+    layers: of the source, dst_layer: the first of the destination; tokens: positions. runs: compressed, unmerged.
     """
 
     src: Endpoint
@@ -37,22 +32,35 @@ class TransferPlan:
     layers: range
     tokens: range
     runs: RunSet
-    flat: Runs = field(repr=False)
+    dst_layer: int = 0
+    merge: bool = True
 
     @property
     def nbytes(self) -> int:
         """Payload bytes."""
         return self.runs.total
 
+    @cached_property
+    def flat(self) -> Runs:
+        """What to move, one run after another; joined where they touch on both sides, if merging was asked for.
 
-@dataclass(frozen=True)
-class _BoxAxis:
-    """An axis of the box that is copied for one segment of tokens."""
+        Runs of a segment that loops run through (one for each head, say) are left as they are: at most the last of them
+        could be joined, and then no loop would describe them any more.
+        """
+        merged = self._merged
+        return merged.flat if merged.looped or not self.merge else merged.flat.merged()
 
-    name: str
-    extent: int
-    src: int
-    dst: int
+    @property
+    def sizes(self) -> dict[int, int]:
+        """How many runs of each number of bytes flat has, the largest first; loops inside segments are not expanded."""
+        if self._merged.looped or not self.merge:
+            return self._merged.sizes()
+        sizes, times = np.unique(self.flat.nbytes, return_counts=True)
+        return dict(zip(sizes.tolist()[::-1], times.tolist()[::-1], strict=True))
+
+    @cached_property
+    def _merged(self) -> RunSet:
+        return self.runs.merged() if self.merge else self.runs
 
 
 def build_plan(
@@ -61,106 +69,149 @@ def build_plan(
     tokens: range,
     layers: range | None = None,
     *,
+    dst_layer: int | None = None,
     merge: bool = True,
+    boxes: Sequence[Box] = _WHOLE,
 ) -> TransferPlan:
     """Plan the copy of tokens (positions in the request) of layers (default all) from src to dst.
 
     Tokens are matched by position, never by count: token t lies in block block_ids[t // block_size] at
-    t % block_size on either side. The result has passed audit_runs.
+    t % block_size on either side. layers are the source's; they go to dst_layer, ... (default: the same numbers).
+    boxes: what of each layer and block is copied, by default everything; see pdtx.parallel.transfers.
+    Where tokens of a block must stay together (a record layout says so), the first and the last block move whole.
 
-    Raises PlanError naming the field and both values where the two sides cannot be matched.
+    The result has passed the audit. Cost: O(blocks), whatever the number of runs; plan.flat expands them.
+    Raises PlanError naming the field and both values where the two sides cannot be matched, LayoutError where a
+    layout's blocks cannot be moved at all.
     """
-    layers = range(src.layout.extent("layer")) if layers is None else layers
-    _check_pair(src.layout, dst.layout, layers)
+    pairs = match_parts(src.layout, dst.layout)
+    layers, dst_layer = _check_layers(src, dst, layers, dst_layer)
     for side, name in ((src, "source"), (dst, "destination")):
-        _check_blocks(side, name, tokens)
-    unit = min(src.layout.block_size, dst.layout.block_size)
-    starts, counts = _segments(tokens if layers else range(0), unit)
-    grids = list[RunGrid]()
-    first = 0
-    for count, group in groupby(counts.tolist()):
-        last = first + len(list(group))
-        grids.append(_grid(src, dst, layers, starts[first:last], int(count)))
-        first = last
+        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop:
+            raise PlanError(f"tokens {tokens} are not a range of positions")
+        side.check(name, tokens)
+    grids, expected = list[RunGrid](), 0
+    for src_part, dst_part in pairs:
+        copy = _PartCopy(src, dst, src_part, dst_part, layers, dst_layer, tokens if layers else range(0))
+        for box in boxes:
+            if box.part in ("", src_part.name):
+                grids += copy.grids(box)
+                expected += copy.nbytes(box)
     runs = RunSet(tuple(_joined(grids)))
-    flat = runs.flat.merged() if merge else runs.flat
-    plan = TransferPlan(src, dst, layers, tokens, runs, flat)
-    audit_runs(flat, src.layout, dst.layout, len(tokens) * len(layers) * src.layout.bytes_per_token)
-    return plan
+    audit_run_set(runs, src.layout, dst.layout, expected)
+    return TransferPlan(src, dst, layers, tokens, runs, dst_layer, merge)
 
 
-def _check_pair(src: KVCacheLayout, dst: KVCacheLayout, layers: range) -> None:
-    same = [(f"number of {name}s", src.extent(axis), dst.extent(axis)) for name, axis in _SAME]
-    same.append(("bytes of an element", src.itemsize, dst.itemsize))
-    for what, ours, theirs in same:
-        if ours != theirs:
-            raise PlanError(f"{what} differs: source {src.name} has {ours}, destination {dst.name} has {theirs}")
-    small, large = sorted((src.block_size, dst.block_size))
-    if large % small:
+def _check_layers(src: Endpoint, dst: Endpoint, layers: range | None, dst_layer: int | None) -> tuple[range, int]:
+    ours, theirs = (side.layout.parts[0].layout.extent("layer") for side in (src, dst))
+    if layers is None and ours != theirs:
         raise PlanError(
-            f"block sizes {src.block_size} (source) and {dst.block_size} (destination): neither divides the other"
+            f"number of layers differs: source {src.layout.name} has {ours}, destination {dst.layout.name} has {theirs}"
         )
-    if layers.step != 1 or not 0 <= layers.start <= layers.stop <= src.extent("layer"):
-        raise PlanError(f"layers {layers} are not a part of 0..{src.extent('layer')}")
+    layers = range(ours) if layers is None else layers
+    first = layers.start if dst_layer is None else dst_layer
+    for side, start, extent in (("source", layers.start, ours), ("destination", first, theirs)):
+        if layers.step != 1 or layers.stop < layers.start or start < 0 or start + len(layers) > extent:
+            raise PlanError(
+                f"{side} layers {start}..{start + layers.stop - layers.start} are not a part of 0..{extent}"
+            )
+    return layers, first
 
 
-_SAME = (("layer", "layer"), ("K/V part", "kv"), ("KV head", "head"), ("channel", "channel"))
+@dataclass(frozen=True)
+class _PartCopy:
+    """One part of a layout copied to its like: segments of tokens, and a box of the other axes for each."""
 
+    src: Endpoint
+    dst: Endpoint
+    src_part: Part
+    dst_part: Part
+    layers: range
+    dst_layer: int
+    tokens: range
 
-def _check_blocks(side: Endpoint, name: str, tokens: range) -> None:
-    if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop:
-        raise PlanError(f"tokens {tokens} are not a range of positions")
-    needed = -(-tokens.stop // side.layout.block_size)
-    if len(side.block_ids) < needed:
-        raise PlanError(
-            f"{name} has {len(side.block_ids)} blocks of {side.layout.block_size} tokens, "
-            f"too few for tokens {tokens.start}..{tokens.stop} ({needed} needed)"
+    def __post_init__(self) -> None:
+        check_parts(self.src_part.layout, self.dst_part.layout)
+
+    @cached_property
+    def steps(self) -> range:
+        """The tokens as steps of the token axis."""
+        layout = self.src_part.layout
+        if whole_blocks(layout, self.dst_part.layout):
+            return _stepped(self.tokens, layout.block_size, layout.block_size // _token_steps(layout))
+        if isinstance(layout, RecordLayout):
+            return _stepped(self.tokens, layout.tokens_per_step, layout.tokens_per_step)
+        return self.tokens
+
+    def nbytes(self, box: Box) -> int:
+        """Payload bytes of a box, by its extents alone."""
+        layout = self.src_part.layout
+        axes = box_axes(layout, self.dst_part.layout, box, len(self.layers), 1)
+        step = layout.itemsize * prod(axis.extent for axis in axes)
+        return step * len(self.steps) if self.layers else 0
+
+    def grids(self, box: Box) -> list[RunGrid]:
+        """Return the runs of a box: one grid for each length of segment."""
+        src, dst = self.src_part.layout, self.dst_part.layout
+        starts, counts = _segments(self.steps, min(_token_steps(src), _token_steps(dst)))
+        edges = np.concatenate(([0], np.flatnonzero(np.diff(counts)) + 1, [len(counts)])).tolist()
+        return [
+            self._grid(box, starts[first:last], int(counts[first])) for first, last in pairwise(edges) if last > first
+        ]
+
+    def _grid(self, box: Box, starts: Int64s, count: int) -> RunGrid:
+        """Return the runs of segments of count steps each."""
+        src, dst = self.src_part.layout, self.dst_part.layout
+        run, axes = _atom(src.itemsize, box_axes(src, dst, box, len(self.layers), count))
+        # Around the segments goes what steps farther than a block in the source, so that the stream follows its memory.
+        block_stride = src.stride("block")
+        outer = tuple(GridAxis(a.extent, a.src, a.dst) for a in axes if a.src >= block_stride)
+        inner = tuple(GridAxis(a.extent, a.src, a.dst) for a in axes if a.src < block_stride)
+        src_at = self.src_part.offset + self.layers.start * src.stride("layer")
+        dst_at = self.dst_part.offset + self.dst_layer * dst.stride("layer")
+        for cut in box.cuts:
+            src_at += cut.src * src.stride(cut.axis)
+            dst_at += cut.dst * dst.stride(cut.axis)
+        return RunGrid(
+            _offsets(self.src, src, starts) + src_at,
+            _offsets(self.dst, dst, starts) + dst_at,
+            np.full(len(starts), run, np.int64),
+            outer,
+            inner,
         )
-    used = side.block_ids[tokens.start // side.layout.block_size : needed]
-    num_blocks = side.layout.extent("block")
-    outside = used[(used < 0) | (used >= num_blocks)]
-    if len(outside):
-        raise PlanError(f"{name} block id {outside[0]} is outside its pool of {num_blocks} blocks")
 
 
-def _segments(tokens: range, unit: int) -> tuple[Int64s, Int64s]:
-    """Cut tokens at every multiple of unit: first token and number of tokens of each piece."""
-    if not len(tokens):
+def _token_steps(layout: StridedLayout) -> int:
+    """Steps of the token axis in a block."""
+    return layout.extent("token") if "token" in layout.by_name else 1
+
+
+def _stepped(tokens: range, unit: int, tokens_per_step: int) -> range:
+    """Return tokens as steps of tokens_per_step each; the first and last units of tokens are taken whole."""
+    steps = unit // tokens_per_step
+    return range(tokens.start // unit * steps, ceil_div(tokens.stop, unit) * steps) if tokens else range(0)
+
+
+def _segments(steps: range, unit: int) -> tuple[Int64s, Int64s]:
+    """Cut steps at every multiple of unit: first step and number of steps of each piece."""
+    if not len(steps):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    inner = np.arange(tokens.start // unit + 1, -(-tokens.stop // unit), dtype=np.int64) * unit
-    starts = np.concatenate(([tokens.start], inner)).astype(np.int64)
-    return starts, np.diff(starts, append=tokens.stop)
+    inner = np.arange(steps.start // unit + 1, ceil_div(steps.stop, unit), dtype=np.int64) * unit
+    starts = np.concatenate(([steps.start], inner)).astype(np.int64)
+    return starts, np.diff(starts, append=steps.stop)
 
 
-def _grid(src: Endpoint, dst: Endpoint, layers: range, starts: Int64s, count: int) -> RunGrid:
-    """Return the runs of segments of count tokens each."""
-    run, axes = _atom(src.layout, dst.layout, len(layers), count)
-    # Around the segments goes what steps farther than a block in the source, so that the stream follows its memory.
-    block_stride = src.layout.stride("block")
-    outer = tuple(GridAxis(a.extent, a.src, a.dst) for a in axes if a.src >= block_stride)
-    inner = tuple(GridAxis(a.extent, a.src, a.dst) for a in axes if a.src < block_stride)
-    nbytes = np.full(len(starts), run, np.int64)
-    return RunGrid(_offsets(src, layers, starts), _offsets(dst, layers, starts), nbytes, outer, inner)
+def _offsets(side: Endpoint, layout: StridedLayout, starts: Int64s) -> Int64s:
+    """Byte offsets of each segment's block and first token."""
+    block, token = np.divmod(starts, _token_steps(layout))
+    stride = layout.stride("token") if "token" in layout.by_name else 0
+    offsets: Int64s = side.block_ids[block] * layout.stride("block") + token * stride
+    return offsets
 
 
-def _offsets(side: Endpoint, layers: range, starts: Int64s) -> Int64s:
-    """Byte offsets of the first element of each segment."""
-    layout = side.layout
-    block, token = np.divmod(starts, layout.block_size)
-    offsets: Int64s = side.block_ids[block] * layout.stride("block") + token * layout.stride("token")
-    return offsets + layers.start * layout.stride("layer")
-
-
-def _atom(src: KVCacheLayout, dst: KVCacheLayout, num_layers: int, count: int) -> tuple[int, list[_BoxAxis]]:
+def _atom(itemsize: int, axes: list[BoxAxis]) -> tuple[int, list[BoxAxis]]:
     """Grow the largest box contiguous on both sides; return its bytes and the axes left over, in source order."""
-    extents = {"layer": num_layers, "token": count}
-    left = [
-        _BoxAxis(axis.name, extents.get(axis.name, axis.extent), axis.stride, dst.stride(axis.name))
-        for axis in src.axes
-        if axis.name != "block"
-    ]
-    left = [axis for axis in left if axis.extent > 1]
-    run = src.itemsize
+    run, left = itemsize, list(axes)
     while True:
         absorbed = next((axis for axis in left if axis.src == run and axis.dst == run), None)
         if absorbed is None:

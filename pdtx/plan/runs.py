@@ -106,6 +106,13 @@ class RunGrid:
         """Bytes of all runs."""
         return int(self.nbytes.sum()) * _count(self.outer) * _count(self.inner)
 
+    def merged(self) -> "RunGrid":
+        """Join segments that are contiguous on both sides, where no loop runs inside them."""
+        if self.inner:
+            return self
+        runs = Runs(self.src, self.dst, self.nbytes).merged()
+        return RunGrid(runs.src, runs.dst, runs.nbytes, self.outer)
+
     def expand(self) -> Runs:
         """Return the flat form."""
 
@@ -143,6 +150,25 @@ class RunSet:
     def total(self) -> int:
         """Bytes of all runs."""
         return sum(grid.total for grid in self.grids)
+
+    def merged(self) -> "RunSet":
+        """Join neighbours within each grid, without expanding one."""
+        return RunSet(tuple(grid.merged() for grid in self.grids))
+
+    @property
+    def looped(self) -> bool:
+        """Whether loops run through a segment."""
+        return any(grid.inner for grid in self.grids)
+
+    def sizes(self) -> dict[int, int]:
+        """Return how many runs there are of each number of bytes, the largest first."""
+        counts: dict[int, int] = {}
+        for grid in self.grids:
+            sizes, times = np.unique(grid.nbytes, return_counts=True)
+            loops = _count(grid.outer) * _count(grid.inner)
+            for size, number in zip(sizes.tolist(), times.tolist(), strict=True):
+                counts[size] = counts.get(size, 0) + number * loops
+        return dict(sorted(counts.items(), reverse=True))
 
     @cached_property
     def flat(self) -> Runs:
