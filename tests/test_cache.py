@@ -82,8 +82,9 @@ class TestWriteAndRead:
         value = values(dtype, 1)
         cache.write(1, ids(4, 7), 5, values(dtype, 1, 9), value)
         at = {"layer": 1, "kv": 1, "block": 7, "token": 1, "head": 2, "channel": 3}
-        start = sum(cache.layout.stride(axis) * step for axis, step in at.items())
-        found = cache.memory[start : start + cache.layout.itemsize]
+        (part,) = cache.layout.parts
+        start = sum(part.layout.stride(axis) * step for axis, step in at.items())
+        found = cache.memory[start : start + cache.itemsize]
         assert torch.equal(found, value[0, 2, 3:4].view(torch.uint8))
 
 
@@ -100,11 +101,11 @@ class TestPoison:
         cache, blocks = make(layout, dtype), ids(7, 2)
         zeros = torch.zeros(5, HEADS, CHANNELS).to(torch_dtype(dtype))
         cache.write(1, blocks, 0, zeros, zeros)
-        words_per_token = 2 * HEADS * CHANNELS * cache.layout.itemsize // 2
+        words_per_token = 2 * HEADS * CHANNELS * cache.itemsize // 2
         assert cache.unpoisoned(blocks) == 5 * words_per_token
         assert cache.unpoisoned(ids(7)) == 4 * words_per_token
         assert cache.unpoisoned(ids(2)) == words_per_token
-        assert cache.unpoisoned(ids(2), from_token=1) == 0
+        assert cache.unpoisoned(ids(2), from_position=1) == 0
         assert cache.unpoisoned(ids(0, 1, 3, 4, 5, 6, 8)) == 0
 
     def test_poisons_the_blocks_asked_for_only(self, layout: str, dtype: str) -> None:

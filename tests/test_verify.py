@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdtx.cache import POISON, CoordinateCodes, Mismatch, compare, describe_mismatch
-from pdtx.cache.verify import NOTHING_COMPARED, Coordinate, Rows, Verification, find_row
+from pdtx.cache.verify import NOTHING_COMPARED, Coordinate, Meant, Naming, Rows, Verification, find_row, is_poison
 
 LAYERS, TOKENS, HEADS, CHANNELS = 2, 12, 3, 4
 SHAPE = CoordinateCodes(layers=LAYERS, tokens=TOKENS, heads=HEADS, channels=CHANNELS, itemsize=2)
@@ -18,9 +18,9 @@ def rows_of(codes: CoordinateCodes, layer: int) -> Rows:
     return torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
 
 
-def reference() -> Iterator[tuple[int, int, Rows]]:
+def reference() -> Iterator[Meant]:
     for layer in range(LAYERS):
-        yield layer, 0, rows_of(SHAPE, layer)
+        yield Meant(layer, 0, rows_of(SHAPE, layer))
 
 
 def block_of(token: int) -> int:
@@ -194,10 +194,10 @@ class TestTrueSourceIsNamed:
     def test_the_reference_is_read_only_as_far_as_needed(self) -> None:
         read = list[int]()
 
-        def parts() -> Iterator[tuple[int, int, Rows]]:
-            for layer, start, rows in reference():
-                read.append(layer)
-                yield layer, start, rows
+        def parts() -> Iterator[Meant]:
+            for meant in reference():
+                read.append(meant.layer)
+                yield meant
 
         mismatch = Mismatch(Coordinate(1, 0, 0, 0), rows_of(SHAPE, 0)[1, 3, 2], rows_of(SHAPE, 1)[0, 0, 0])
         assert describe_mismatch(mismatch, parts(), block_of, 2).endswith("holds the value of layer 0 V token 3 head 2")
@@ -205,9 +205,67 @@ class TestTrueSourceIsNamed:
 
 
 def test_find_row() -> None:
-    rows = rows_of(SHAPE, 1)
-    assert find_row(rows[1, 4, 2], rows, layer=1, start=100) == Coordinate(1, 1, 104, 2)
-    assert find_row(rows_of(SHAPE, 0)[0, 0, 0], rows, layer=1, start=0) is None
+    meant = Meant(1, 100, rows_of(SHAPE, 1))
+    assert find_row(meant.rows[1, 4, 2], meant) == Coordinate(1, 1, 104, 2)
+    assert find_row(rows_of(SHAPE, 0)[0, 0, 0], meant) is None
+    assert find_row(meant.rows[1, 4, 2, :-1], meant) is None, "rows of another size are of another buffer"
+
+
+class TestNaming:
+    """What coordinates are called: only what tells them apart."""
+
+    @pytest.mark.parametrize(
+        ("naming", "text"),
+        [
+            (Naming(), "layer 3 V token 5 head 1 channel 7"),
+            (Naming("full", "full"), "buffer full layer 3 V token 5 head 1 channel 7"),
+            (Naming("latent", "full", kind="record", heads=1), "group full buffer latent layer 3 token 5 channel 7"),
+            (Naming("hidden", "", kind="record", heads=4), "buffer hidden layer 3 token 5 head 1 channel 7"),
+            (Naming("state", "state", kind="state"), "buffer state layer 3 byte 7"),
+        ],
+    )
+    def test_by_kind(self, naming: Naming, text: str) -> None:
+        assert str(Coordinate(3, 1, 5, 1, 7, naming)) == text
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("layers.1", "layer 1"),
+            ("model.layers.1.self_attn", "layer 1"),
+            ("layers.11", "layer 1 (layers.11)"),
+            ("layers.0", "layer 1 (layers.0)"),
+            ("draft", "layer 1 (draft)"),
+        ],
+    )
+    def test_a_layers_name_is_told_where_it_counts_differently(self, name: str, text: str) -> None:
+        assert Naming(layers=("other", name)).layer(1) == text
+
+    def test_a_coordinate_is_the_same_whatever_it_is_called(self) -> None:
+        assert Coordinate(1, 0, 2, 3, naming=Naming("full")) == Coordinate(1, 0, 2, 3)
+
+    def test_the_source_is_named_with_its_own_buffer(self) -> None:
+        latent, state = Naming("latent", "full", kind="record", heads=1), Naming("state", "state", kind="state")
+        rows = torch.arange(24, dtype=torch.uint8).view(1, 3, 1, 8)
+        alien = torch.arange(50, 58, dtype=torch.uint8).view(1, 1, 1, 8)
+        found = rows.clone()
+        found[0, 1, 0] = alien[0, 0, 0]
+        result = compare(found, rows, layer=0, start=0, itemsize=2, naming=latent)
+        assert result.first is not None
+        meant = [Meant(0, 0, rows, latent), Meant(2, 0, alien, state)]
+        text = describe_mismatch(result.first, meant, lambda token: 7, 2)
+        where = "group full buffer latent layer 0 token 1 channel 0 (block 7)"
+        assert text == f"{where} holds the value of buffer state layer 2"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 9])
+def test_poison_is_seen_at_any_length_and_place(length: int) -> None:
+    """States may be of an odd number of bytes, and begin at an odd one."""
+    memory = torch.full((16,), POISON, dtype=torch.int16).view(torch.uint8)
+    for start in (0, 1):
+        row = memory[start : start + length].clone()
+        assert is_poison(row)
+        row[-1] ^= 1
+        assert not is_poison(row)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])

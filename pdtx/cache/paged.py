@@ -1,108 +1,107 @@
-"""A paged KV cache: one backing allocation, seen through a layout."""
+"""A paged cache of keys and values, seen through a layout."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from math import prod
 
 import torch
 
-from pdtx.cache.codes import POISON
-from pdtx.cache.memory import allocate
-from pdtx.errors import CacheError, InputError
-from pdtx.kvspec import FullAttentionSpec, dtype_size
-from pdtx.layout import KVCacheLayout, make_layout
+from pdtx.cache.buffer import PagedBuffer, RankMemory
+from pdtx.cache.device import torch_dtype
+from pdtx.cache.tokens import put_tokens, take_tokens
+from pdtx.errors import LayoutError
+from pdtx.kvspec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from pdtx.layout import KVCacheLayout, PartedLayout
+from pdtx.parallel import heads_of_rank
 
-_POISON_64 = int.from_bytes(POISON.to_bytes(2, "little", signed=True) * 4, "little", signed=True)
-
-
-def torch_dtype(dtype: str) -> torch.dtype:
-    """Return torch's type of a spec's dtype name. Raises SpecError for an unknown one."""
-    dtype_size(dtype)
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise InputError(f"torch has no dtype {dtype!r}")
-    return found
-
-
-def open_device(device: str | torch.device) -> torch.device:
-    """Return the torch device. Raises InputError where it does not exist here."""
-    try:
-        found = torch.device(device)
-        torch.empty(1, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"device {str(device)!r} cannot be used: {reason}; use 'cpu' or a CUDA device that is present"
-        ) from None
-    return found
+AttentionSpecs = FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec | CrossAttentionSpec
+_TOKENS = ("block", "token", "head", "channel")
 
 
-def record_fence(device: torch.device) -> Callable[[], None]:
-    """Return a function that returns once the device has done all that was asked of it so far."""
-    if device.type != "cuda":
-        return lambda: None
-    event = torch.cuda.current_stream(device).record_event()
-    return lambda: event.synchronize()
+class PagedKVCache(PagedBuffer):
+    """A buffer of layers that keep a key and a value for every token.
 
-
-class PagedKVCache:
-    """num_blocks blocks for each of num_layers equal layers, in one allocation that is poisoned at the start.
-
-    layout: a preset's name, see pdtx.layout.LAYOUT_ORDERS.
-    Raises LayoutError or SpecError for impossible numbers, InputError if the memory cannot be had.
+    layout: a preset of ELEMENT_ORDERS or PARTED_ORDERS, see pdtx.layout.
+    dtype: torch's. Rank r holds the heads heads_of_rank(r, tp_size, spec.num_kv_heads).
+    Raises LayoutError, SpecError or ParallelError for impossible numbers, InputError if the memory cannot be had.
     """
+
+    spec: AttentionSpecs
 
     def __init__(
         self,
-        spec: FullAttentionSpec,
+        spec: AttentionSpecs,
         *,
         layout: str,
         num_layers: int,
         num_blocks: int,
         device: str | torch.device = "cpu",
+        name: str = "full",
+        layer_names: Sequence[str] | None = None,
+        tp_size: int = 1,
+        kernel_block_size: int | None = None,
     ) -> None:
-        self.spec = spec
-        self.layout: KVCacheLayout = make_layout(layout, spec, num_layers=num_layers, num_blocks=num_blocks)
-        self.num_layers, self.num_blocks = num_layers, num_blocks
-        self.device = open_device(device)
+        super().__init__(
+            spec,
+            layout=layout,
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            device=device,
+            name=name,
+            layer_names=layer_names,
+            tp_size=tp_size,
+            kernel_block_size=kernel_block_size,
+        )
         self.dtype = torch_dtype(spec.dtype)
-        self.memory = allocate(self.layout.size_bytes, self.device)
-        self._elements = self.memory.view(self.dtype)
-        self._views = [self._view(layer) for layer in range(num_layers)]
-        self.poison()
+        self.itemsize = self.dtype.itemsize
+        self.head_size, self.head_size_v = spec.head_size, getattr(spec, "head_size_v", spec.head_size)
+        self._heads = [heads_of_rank(rank, tp_size, spec.num_kv_heads) for rank in range(tp_size)]
+        # The first rank that holds a head speaks for it.
+        self._owners = [
+            rank
+            for rank, heads in enumerate(self._heads)
+            if all(heads.start not in earlier for earlier in self._heads[:rank])
+        ]
+        self._views = [[self._pair(rank, layer) for layer in range(num_layers)] for rank in self.ranks]
 
-    def _view(self, layer: int) -> torch.Tensor:
-        names = ("kv", "block", "token", "head", "channel")
-        size = [self.layout.extent(name) for name in names]
-        stride = [self.layout.stride(name) // self.layout.itemsize for name in names]
-        # as_strided counts from the start of the storage, not from where the aligned region begins in it.
-        offset = self._elements.storage_offset() + layer * self.layout.stride("layer") // self.layout.itemsize
-        return self._elements.as_strided(size, stride, offset)
+    def _check_layout(self) -> None:
+        if not isinstance(self.layout, KVCacheLayout | PartedLayout):
+            raise LayoutError(f"{self.layout.name} does not hold plain keys and values, as buffer {self.name} needs")
+
+    def _pair(self, rank: RankMemory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each (block steps, tokens of a step, heads, channels)."""
+        parts = rank.layout.parts
+        if len(parts) == 1:
+            views = [rank.view(parts[0], _TOKENS, self.dtype, {"layer": layer, "kv": kv}) for kv in range(2)]
+        else:
+            views = [rank.view(part, _TOKENS, self.dtype, {"layer": layer}) for part in parts]
+        return views[0], views[1]
 
     def view(self, layer: int) -> torch.Tensor:
-        """One layer in logical order, whatever lies in memory: shape (2, num_blocks, block_size, heads, channels)."""
-        return self._views[layer]
+        """One layer of rank 0 in logical order, whatever lies in memory: (2, block steps, tokens, heads, channels).
 
-    def _check_fit(self, block_ids: torch.Tensor, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= len(block_ids) * self.spec.block_size:
-            raise CacheError(
-                f"tokens {start}..{stop} do not fit into {len(block_ids)} blocks of {self.spec.block_size} tokens"
-            )
-
-    def _slots(self, block_ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it of tokens start..stop."""
-        self._check_fit(block_ids, start, stop)
-        positions = torch.arange(start, stop, device=self.device)
-        return block_ids[positions // self.spec.block_size], positions % self.spec.block_size
+        Raises LayoutError where keys and values do not share their strides.
+        """
+        parts = self.layout.parts
+        if len(parts) > 1:
+            raise LayoutError(f"{self.layout.name} has no one view of keys and values")
+        return self.ranks[0].view(parts[0], ("kv", *_TOKENS), self.dtype, {"layer": layer})
 
     def write(self, layer: int, block_ids: torch.Tensor, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key and value, each (T, heads, channels), as tokens start..start+T of a request.
 
-        block_ids: the request's blocks in token order; int64, on the cache's device.
+        block_ids: the request's block table, int64, on the cache's device; only the blocks of these tokens are touched.
         Raises CacheError if the blocks are too few.
         """
-        blocks, places = self._slots(block_ids, start, start + len(key))
-        view = self._views[layer]
-        view[0][blocks, places] = key
-        view[1][blocks, places] = value
+        self._check_fit(block_ids, start, start + len(key))
+        steps = self._steps(block_ids)
+        for heads, views in zip(self._heads, self._views, strict=True):
+            for view, rows in zip(views[layer], (key, value), strict=True):
+                put_tokens(view, steps, start, rows[:, heads.start : heads.stop])
 
     def read(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return contiguous copies of key and value of tokens start..stop, each (T, heads, channels).
@@ -110,47 +109,55 @@ class PagedKVCache:
         Raises CacheError if the blocks are too few.
         """
         self._check_fit(block_ids, start, stop)
-        # Whole blocks first, then the slice: several times as fast as an index for every token.
-        size = self.spec.block_size
-        first = start // size
-        used = block_ids[first : -(-stop // size)]
+        steps = self._steps(block_ids)
+        found = [self._read_rank(rank, layer, steps, start, stop) for rank in self._owners]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([key for key, _ in found], 1), torch.cat([value for _, value in found], 1)
 
-        def gather(part: torch.Tensor) -> torch.Tensor:
-            tokens = part.index_select(0, used).reshape(-1, *part.shape[2:])
-            return tokens[start - first * size : stop - first * size].contiguous()
+    def _read_rank(
+        self, rank: int, layer: int, steps: torch.Tensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (take_tokens(view, steps, start, stop) for view in self._views[rank][layer])
+        return key, value
 
-        key, value = self._views[layer]
-        return gather(key), gather(value)
+    def rows_shape(self, positions: int) -> tuple[int, int, int, int]:
+        """Return (2, positions, heads, bytes of a head), see PagedBuffer.
+
+        Where key and value heads differ in size: (1, positions, heads, bytes of a key and of a value behind it).
+        """
+        heads, item = self.spec.num_kv_heads, self.itemsize
+        if self.head_size == self.head_size_v:
+            return 2, positions, heads, self.head_size * item
+        return 1, positions, heads, (self.head_size + self.head_size_v) * item
 
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the bytes of tokens start..stop in the order every layout agrees on.
+        """Return the bytes of tokens start..stop, see PagedBuffer."""
+        key, value = self.read(layer, block_ids, start, stop)
+        if self.head_size == self.head_size_v:
+            return torch.stack((key, value)).cpu().view(torch.uint8)
+        return torch.cat((key, value), -1)[None].cpu().view(torch.uint8)
 
-        Shape (2, T, heads, channels * itemsize), uint8, on the CPU.
-        """
-        return torch.stack(self.read(layer, block_ids, start, stop)).cpu().view(torch.uint8)
+    def write_canonical(self, layer: int, block_ids: torch.Tensor, start: int, rows: torch.Tensor) -> None:
+        """Store the bytes of tokens start.., see PagedBuffer."""
+        elements = rows.to(self.device).contiguous().view(self.dtype)
+        if self.head_size == self.head_size_v:
+            key, value = elements
+        else:
+            key, value = torch.split(elements[0], [self.head_size, self.head_size_v], -1)
+        self.write(layer, block_ids, start, key, value)
 
-    def poison(self, block_ids: torch.Tensor | None = None) -> None:
-        """Fill blocks (default: everything) with POISON, so that a byte that never arrived shows."""
-        words = self.memory.view(torch.int16)
-        if block_ids is None:
-            words.fill_(POISON)
-            return
-        for view in self._raw_views():
-            view[:, block_ids] = POISON
-
-    def unpoisoned(self, block_ids: torch.Tensor, from_token: int = 0) -> int:
-        """Count the 2-byte words that are not POISON in blocks, leaving out the first from_token tokens of each."""
-        return sum(int((view[:, block_ids, from_token:] != POISON).sum()) for view in self._raw_views())
-
-    def written_blocks(self) -> torch.Tensor:
-        """Which blocks hold anything but POISON: bool, shape (num_blocks,). Reads the whole cache once."""
-        written = torch.zeros(self.num_blocks, dtype=torch.bool, device=self.device)
-        for view in self._raw_views():
-            wide = view.shape[-1] % 4 == 0
-            words = view.view(torch.int64) if wide else view
-            written |= (words != (_POISON_64 if wide else POISON)).any(-1).any(-1).any(-1).any(0)
-        return written
-
-    def _raw_views(self) -> list[torch.Tensor]:
-        """The layers as 2-byte words: (2, num_blocks, block_size, heads, words of a head)."""
-        return [view.view(torch.int16) for view in self._views]
+    def replicas_differ(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> int:
+        """Count elements in which a rank's copy of a head is not that of the first rank that holds it."""
+        self._check_fit(block_ids, start, stop)
+        steps, differing, owner = self._steps(block_ids), 0, 0
+        for rank in range(self.tp_size):
+            if rank in self._owners:
+                owner = rank
+                continue
+            copies = (self._read_rank(one, layer, steps, start, stop) for one in (owner, rank))
+            for first, other in zip(*copies, strict=True):
+                size = (prod(first.shape), self.itemsize)
+                pairs = (one.contiguous().view(torch.uint8).reshape(size) for one in (first, other))
+                differing += int(torch.ne(*pairs).any(-1).sum())
+        return differing

@@ -1,7 +1,9 @@
 """Verification: compare what arrived with what was meant, by coordinates, and find where wrong values come from."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -9,31 +11,77 @@ import torch
 from pdtx.cache.codes import POISON
 
 Rows = torch.Tensor
-"""Canonical bytes of some tokens of one layer: uint8, shape (2, tokens, heads, bytes of a head)."""
+"""Canonical bytes of some positions of one layer: uint8, shape (2, positions, heads, bytes of a head) for keys and
+values, (1, positions, heads, bytes) for records, (1, 1, 1, bytes) for states."""
+
+Kind = Literal["kv", "record", "state"]
+"""What a buffer's rows are: keys and values of heads, one record a position, all states of a layer as bytes."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the coordinates of a buffer are called in messages.
+
+    buffer: its name; "" leaves it out. group: the group's name where that is another. layers: the layers' names, as
+    far as they say more than the layer's index. heads: of a row; one is not worth a word unless there are K and V.
+    """
+
+    buffer: str = ""
+    group: str = ""
+    layers: Sequence[str] = ()
+    kind: Kind = "kv"
+    heads: int = 0
+
+    @property
+    def where(self) -> str:
+        """The buffer, and its group if that has another name; empty if there is no name."""
+        if not self.buffer:
+            return ""
+        return (
+            f"group {self.group} buffer {self.buffer}"
+            if self.group not in ("", self.buffer)
+            else f"buffer {self.buffer}"
+        )
+
+    def layer(self, index: int) -> str:
+        """A layer's index in its buffer, and its name where that counts differently."""
+        name = self.layers[index] if index < len(self.layers) else ""
+        told = not name or re.findall(r"\d+", name) == [str(index)]
+        return f"layer {index}" if told else f"layer {index} ({name})"
 
 
 @dataclass(frozen=True, order=True)
 class Coordinate:
-    """Where an element belongs. kv: 0 is K, 1 is V; token: position in the request."""
+    """Where an element belongs. kv: 0 is K, 1 is V; token: position in the request; channel: of a state, the byte."""
 
     layer: int
     kv: int
     token: int
     head: int
     channel: int = 0
+    naming: Naming = field(default=Naming(), compare=False)
 
     def __str__(self) -> str:
-        return f"layer {self.layer} {'KV'[self.kv]} token {self.token} head {self.head} channel {self.channel}"
+        what = "byte" if self.naming.kind == "state" else "channel"
+        return f"{self.row} {what} {self.channel}"
 
     @property
     def row(self) -> str:
         """The coordinate without its channel."""
-        return f"layer {self.layer} {'KV'[self.kv]} token {self.token} head {self.head}"
+        names = self.naming
+        words = [names.where, names.layer(self.layer)]
+        if names.kind == "kv":
+            words.append("KV"[self.kv])
+        if names.kind != "state":
+            words.append(f"token {self.token}")
+        if names.kind == "kv" or names.heads > 1:
+            words.append(f"head {self.head}")
+        return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first wrong element of a comparison, with its row (one head of one token) as found and as meant."""
+    """The first wrong element of a comparison, with its row (one head of one position) as found and as meant."""
 
     coordinate: Coordinate
     found: torch.Tensor
@@ -53,48 +101,69 @@ class Verification:
 
 
 NOTHING_COMPARED = Verification(0, 0, None)
+_PLAIN = Naming()
 
 
-def compare(found: Rows, expected: Rows, *, layer: int, start: int, itemsize: int) -> Verification:
-    """Compare the canonical bytes of tokens start.. of one layer, every element."""
+def compare(
+    found: Rows, expected: Rows, *, layer: int, start: int, itemsize: int, naming: Naming = _PLAIN
+) -> Verification:
+    """Compare the canonical bytes of positions start.. of one layer, every element of itemsize bytes."""
     elements = found.numel() // itemsize
     if torch.equal(found, expected):
         return Verification(elements, 0, None)
     parts, tokens, heads, nbytes = found.shape
     differs = (found != expected).view(parts, tokens, heads, nbytes // itemsize, itemsize).any(-1)
     kv, token, head, channel = (int(x) for x in differs.nonzero()[0])
-    coordinate = Coordinate(layer, kv, start + token, head, channel)
+    coordinate = Coordinate(layer, kv, start + token, head, channel, naming)
     first = Mismatch(coordinate, found[kv, token, head].clone(), expected[kv, token, head].clone())
     return Verification(elements, int(differs.sum()), first)
 
 
-def find_row(row: torch.Tensor, rows: Rows, *, layer: int, start: int) -> Coordinate | None:
-    """Return the first coordinate of rows whose bytes are those of row, shape (bytes of a head,)."""
-    hits = (rows == row).all(-1).nonzero()
+@dataclass(frozen=True)
+class Meant:
+    """A piece of what was meant: the rows of positions start.. of one layer."""
+
+    layer: int
+    start: int
+    rows: Rows
+    naming: Naming = _PLAIN
+
+
+def find_row(row: torch.Tensor, meant: Meant) -> Coordinate | None:
+    """Return the first coordinate of meant whose bytes are those of row, shape (bytes of a head,)."""
+    if meant.rows.shape[-1] != len(row):
+        return None
+    hits = (meant.rows == row).all(-1).nonzero()
     if not len(hits):
         return None
     kv, token, head = (int(x) for x in hits[0])
-    return Coordinate(layer, kv, start + token, head)
+    return Coordinate(meant.layer, kv, meant.start + token, head, naming=meant.naming)
+
+
+def is_poison(row: torch.Tensor) -> bool:
+    """Whether bytes, shape (n,), are POISON from end to end, whichever of its two bytes they begin with."""
+    word = torch.tensor(np.array([POISON], np.int16).view(np.uint8))
+    pattern = word.repeat(len(row) // 2 + 2)
+    return any(torch.equal(row, pattern[first : first + len(row)]) for first in (0, 1))
 
 
 def describe_mismatch(
     mismatch: Mismatch,
-    reference: Iterable[tuple[int, int, Rows]],
+    reference: Iterable[Meant],
     block_of: Callable[[int], int],
     itemsize: int,
 ) -> str:
     """Say in one line which coordinate is wrong and where its value comes from.
 
-    reference: (layer, first token, rows) of what was meant, to search; read only as far as needed.
-    block_of: from a token position to the id of the block that holds it.
+    reference: what was meant, to search; read only as far as needed.
+    block_of: from a position to the id of the block that holds it.
     """
     at = mismatch.coordinate
     where = f"{at} (block {block_of(at.token)})"
-    words = mismatch.found.numpy().view(np.int16)
-    if (words == POISON).all():
+    if is_poison(mismatch.found):
         return f"{where} was never written: it holds poison"
-    for layer, start, rows in reference:
-        source = find_row(mismatch.found, rows, layer=layer, start=start)
+    for meant in reference:
+        source = find_row(mismatch.found, meant)
         if source is not None:
             return f"{where} holds the value of {source.row}"
     place = slice(at.channel * itemsize, (at.channel + 1) * itemsize)

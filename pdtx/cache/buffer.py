@@ -1,0 +1,183 @@
+"""What every paged buffer has: layers with one spec, a region for each tensor-parallel rank, and poison."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+
+from pdtx.cache.device import open_device
+from pdtx.cache.memory import allocate
+from pdtx.cache.poison import PoisonedPart, fill_with_poison
+from pdtx.errors import CacheError
+from pdtx.kvspec import KVCacheSpec
+from pdtx.layout import AnyLayout, Part, RecordLayout, any_layout
+from pdtx.parallel import rank_spec
+
+_NOWHERE: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one tensor-parallel rank keeps of a buffer. memory: uint8, (layout.size_bytes,)."""
+
+    layout: AnyLayout
+    memory: torch.Tensor = field(repr=False)
+
+    def view(
+        self, part: Part, order: Sequence[str], dtype: torch.dtype, at: Mapping[str, int] = _NOWHERE
+    ) -> torch.Tensor:
+        """Return a part's elements with the axes of order, whatever lies in memory; other axes stand where at says.
+
+        dtype: as wide as the layout's elements; for records of bytes any type that they hold whole numbers of.
+        """
+        axes, item = part.layout.by_name, dtype.itemsize
+        size, stride = [axes[name].extent for name in order], [axes[name].stride for name in order]
+        offset = part.offset + sum(axes[name].stride * step for name, step in at.items())
+        if isinstance(part.layout, RecordLayout):
+            size[-1], stride[-1] = size[-1] // item, item
+        elements = self.memory[: self.memory.numel() // item * item].view(dtype)
+        # as_strided counts from the start of the storage, not from where the aligned region begins in it.
+        first = elements.storage_offset() + offset // item
+        return elements.as_strided(size, [step // item for step in stride], first)
+
+    @cached_property
+    def poisoned(self) -> tuple[PoisonedPart, ...]:
+        """The parts, as what poison is looked for in."""
+        return tuple(PoisonedPart(self.memory, part) for part in self.layout.parts)
+
+
+class PagedBuffer(ABC):
+    """num_blocks blocks for each of num_layers layers with one spec, poisoned at the start.
+
+    spec: of one layer with all KV heads of the model. layer_names: one for each layer. group: index of the buffer's
+    group in its KVCaches. ranks: of equal layouts, each with memory of its own. block_size: positions in a block.
+    itemsize: bytes of an element when comparing.
+    """
+
+    itemsize: int
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        *,
+        layout: str,
+        num_layers: int,
+        num_blocks: int,
+        device: str | torch.device,
+        name: str,
+        layer_names: Sequence[str] | None = None,
+        tp_size: int = 1,
+        kernel_block_size: int | None = None,
+    ) -> None:
+        """Allocate. layout: a preset's name, see pdtx.layout.
+
+        Raises LayoutError, SpecError or ParallelError for impossible numbers, InputError if the memory cannot be had.
+        """
+        self.spec, self.name, self.group = spec, name, 0
+        self.num_layers, self.num_blocks, self.tp_size = num_layers, num_blocks, tp_size
+        self.layer_names = tuple(layer_names or (f"layers.{layer}" for layer in range(num_layers)))
+        if len(self.layer_names) != num_layers:
+            raise CacheError(f"buffer {name} has {num_layers} layers and {len(self.layer_names)} names for them")
+        self.layout = any_layout(
+            layout,
+            rank_spec(spec, tp_size),
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            kernel_block_size=kernel_block_size,
+        )
+        self._check_layout()
+        self.device = open_device(device)
+        self.ranks = tuple(
+            RankMemory(self.layout, allocate(self.layout.size_bytes, self.device)) for _ in range(tp_size)
+        )
+        self.block_size = self.layout.block_size * self.layout.blocks_per_manager_block
+        self.poison()
+
+    @abstractmethod
+    def _check_layout(self) -> None:
+        """Raise LayoutError for a layout of another kind."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory of rank 0, which is all there is without tensor parallelism."""
+        return self.ranks[0].memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranks."""
+        return sum(rank.layout.size_bytes for rank in self.ranks)
+
+    # -- the canonical form -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rows_shape(self, positions: int) -> tuple[int, int, int, int]:
+        """Return the shape of positions of a layer in canonical form: (K and V, positions, heads, bytes of a head)."""
+
+    @abstractmethod
+    def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes of positions start..stop in the order that every layout agrees on: all heads of the model.
+
+        block_ids: a block table, int64, on the cache's device. The result: rows_shape(stop - start), uint8, on the CPU.
+        Raises CacheError if the blocks are too few.
+        """
+
+    @abstractmethod
+    def write_canonical(self, layer: int, block_ids: torch.Tensor, start: int, rows: torch.Tensor) -> None:
+        """Store what canonical() returns as positions start... Raises CacheError if the blocks are too few."""
+
+    @abstractmethod
+    def replicas_differ(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> int:
+        """Count elements in which a rank's copy is not that of the first rank that holds them."""
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes of one position of one layer in canonical form."""
+        return prod(self.rows_shape(1))
+
+    def _check_fit(self, block_ids: torch.Tensor, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= len(block_ids) * self.block_size:
+            raise CacheError(
+                f"tokens {start}..{stop} do not fit into {len(block_ids)} blocks of {self.block_size} tokens"
+            )
+
+    # -- poison -----------------------------------------------------------------------------------------------------
+
+    def poison(self, block_ids: torch.Tensor | None = None) -> None:
+        """Fill blocks (default: everything) with POISON, so that a byte that never arrived shows."""
+        for rank in self.ranks:
+            if block_ids is None:
+                fill_with_poison(rank.memory)
+                continue
+            for part in rank.poisoned:
+                part.fill(self._steps(block_ids))
+
+    def unpoisoned(self, block_ids: torch.Tensor, from_position: int = 0) -> int:
+        """Count the 2-byte words that are not POISON in blocks, over all ranks.
+
+        from_position: positions at the start of each block that are left out.
+        """
+        steps, count, size = self._steps(block_ids), self.layout.blocks_per_manager_block, self.layout.block_size
+        per_step = self.layout.tokens_per_step if isinstance(self.layout, RecordLayout) else 1
+        found = 0
+        for place in range(count):
+            first = -(-min(max(from_position - place * size, 0), size) // per_step)
+            found += sum(part.count(steps[place::count], first) for rank in self.ranks for part in rank.poisoned)
+        return found
+
+    def written_blocks(self) -> torch.Tensor:
+        """Which blocks hold anything but POISON on any rank: bool, shape (num_blocks,). Reads the buffer once."""
+        written = torch.zeros(self.num_blocks, dtype=torch.bool, device=self.device)
+        for rank in self.ranks:
+            for part in rank.poisoned:
+                written |= part.written().reshape(self.num_blocks, -1).any(-1)
+        return written
+
+    def _steps(self, block_ids: torch.Tensor) -> torch.Tensor:
+        """The steps of the block axis that blocks of the manager's are; the same where a kernel does not split them."""
+        count = self.layout.blocks_per_manager_block
+        if count == 1:
+            return block_ids
+        return (block_ids[:, None] * count + torch.arange(count, device=block_ids.device)).reshape(-1)
