@@ -1,9 +1,11 @@
 """The messages of the control plane: typed, versioned, bounded in size; msgpack on the wire.
 
 P is the producer (prefill node), D the consumer (decode node). Only what both sides must agree on travels:
-block ids and layouts, never addresses.
+block ids and the names of layouts, never addresses or strides. Where a message counts buffers, layers or groups it
+means those of D's description; positions are what the block table of a group counts.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgpack
@@ -12,11 +14,14 @@ from msgspec import Meta
 
 from pdtx.errors import IncompatiblePeer, ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_RANKS = 1024
 _MAX_ITEMS = 1 << 22
 _MAX_TEXT = 1 << 20
 _MAX_ERROR = 300
+_MAX_GROUPS = 64
+_MAX_LAYERS = 4096
 
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")]
 Word = Annotated[str, Meta(max_length=256)]
@@ -25,37 +30,69 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 Positive = Annotated[int, Meta(ge=1, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Counts = Annotated[list[Count], Meta(max_length=_MAX_ITEMS)]
+Layer = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:/+-]+\Z")]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+NumBlocks = Annotated[int, Meta(ge=1, le=2**31)]
+BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=_MAX_ITEMS)]
+Extents = Annotated[list[Count], Meta(max_length=16)]
+SpecField = Count | Word | None | Annotated[list[Word | Extents], Meta(max_length=64)]
+"""A field of a spec: a number, a name, or the names or shapes of a layer's states."""
 
 
-class AxisDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One axis of a layout; stride in bytes."""
+def _require_distinct(what: str, names: Sequence[str]) -> None:
+    """Raise ValueError if a name comes twice."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what} {name} is described twice")
+        seen.add(name)
+
+
+class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers with one block table. num_blocks: of the pool, the null block 0 included."""
 
     name: Id
-    extent: Positive
-    stride: Positive
+    kind: Literal["full", "window", "chunk", "state", "cross"]
+    block_size: Positive
+    num_blocks: NumBlocks
+    encoder_positions: Count = 0
 
 
-class LayoutDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a peer's elements lie inside its region."""
+class BufferDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers of one group with one spec, in one region on each rank.
 
-    name: Text
-    axes: Annotated[list[AxisDescription], Meta(max_length=16)]
-    itemsize: Positive
+    spec: the class name as `kind`, and the fields, of one layer of the whole model. layout: a preset's name.
+    size_bytes: of one rank's region; what spec and layout come to must be the same, which tells two versions apart.
+    """
+
+    name: Id
+    group: Id
+    spec: Annotated[dict[Id, SpecField], Meta(max_length=64)]
+    layer_names: Annotated[list[Layer], Meta(min_length=1, max_length=_MAX_LAYERS)]
+    layout: Id
     size_bytes: Positive
+    kernel_block_size: Positive | None = None
 
 
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node's cache. spec: the class name as `kind`, and the spec's fields."""
+    """A node's cache: its groups, and their buffers. tp_size: tensor-parallel ranks, each with its own regions."""
 
-    spec: Annotated[dict[Id, int | Word | None], Meta(max_length=64)]
     model: Text
     fingerprint: Id
-    num_layers: Positive
-    num_blocks: Positive
-    layout: LayoutDescription
     device: Text
-    tp_size: Positive = 1
-    tp_rank: Count = 0
+    groups: Annotated[list[GroupDescription], Meta(min_length=1, max_length=_MAX_GROUPS)]
+    buffers: Annotated[list[BufferDescription], Meta(min_length=1, max_length=_MAX_GROUPS)]
+    tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+
+    def __post_init__(self) -> None:
+        groups = [group.name for group in self.groups]
+        _require_distinct("group", groups)
+        _require_distinct("buffer", [buffer.name for buffer in self.buffers])
+        for buffer in self.buffers:
+            _require_distinct(f"buffer {buffer.name}: layer", buffer.layer_names)
+        lost = next((buffer for buffer in self.buffers if buffer.group not in groups), None)
+        if lost is not None:
+            raise ValueError(f"buffer {lost.name} is in group {lost.group}, which is not described")
 
 
 class DataEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +146,7 @@ class Reject(_Message, frozen=True, kw_only=True, tag="reject"):
 
 
 class TransferRequest(_Message, frozen=True, kw_only=True, tag="transfer_request"):
-    """P to D: grant me blocks for this prompt's K/V; then generate max_tokens, the first of which P computes."""
+    """P to D: grant me blocks for this prompt's cache; then generate max_tokens, the first of which P computes."""
 
     request_id: Id
     token_ids: Annotated[list[Count], Meta(max_length=1 << 21)]
@@ -118,17 +155,23 @@ class TransferRequest(_Message, frozen=True, kw_only=True, tag="transfer_request
     ignore_eos: bool = False
 
 
-class Grant(_Message, frozen=True, kw_only=True, tag="grant"):
-    """D to P: these blocks, in token order, are yours to write until deadline_s from now."""
+class GrantedBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group's block table as far as it is granted. 0, the null block, stands where nothing is to be written."""
 
-    request_id: Id
-    block_ids: Counts
+    block_ids: BlockIds
     generations: Counts
-    deadline_s: Seconds
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.generations):
             raise ValueError(f"{len(self.block_ids)} block_ids and {len(self.generations)} generations")
+
+
+class Grant(_Message, frozen=True, kw_only=True, tag="grant"):
+    """D to P: these blocks are yours to write until deadline_s from now; one table for each of D's groups."""
+
+    request_id: Id
+    groups: Annotated[list[GrantedBlocks], Meta(min_length=1, max_length=_MAX_GROUPS)]
+    deadline_s: Seconds
 
 
 class Refuse(_Message, frozen=True, kw_only=True, tag="refuse"):
@@ -142,6 +185,9 @@ class LayerDone(_Message, frozen=True, kw_only=True, tag="layer_done"):
     """P to D: this part of the request has been delivered."""
 
     request_id: Id
+    buffer: Count
+    src_rank: Rank
+    dst_rank: Rank
     layer_start: Count
     layer_stop: Count
     token_start: Count
@@ -168,18 +214,20 @@ class Failure(_Message, frozen=True, kw_only=True, tag="failure"):
 
 
 class ReadReference(_Message, frozen=True, kw_only=True, tag="read_reference"):
-    """D to P: show me your K/V of these tokens of a layer, to compare mine with."""
+    """D to P: show me what you have at these positions of a layer, to compare mine with."""
 
     request_id: Id
+    buffer: Count
     layer: Count
     token_start: Count
     token_stop: Count
 
 
 class Reference(_Message, frozen=True, kw_only=True, tag="reference"):
-    """P to D: the answer; data in the order [K/V][token][head][channel]."""
+    """P to D: the answer; data in the order [K/V][position][head][channel], all heads of the model."""
 
     request_id: Id
+    buffer: Count
     layer: Count
     token_start: Count
     token_stop: Count

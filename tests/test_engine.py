@@ -1,255 +1,65 @@
 """KVProducer and KVConsumer against each other: no model, random K/V, real sockets where they matter."""
 
-import contextlib
 import multiprocessing
 import multiprocessing.synchronize
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, product
-from types import TracebackType
-from typing import Any, TypeVar
+from itertools import product
 
-import msgspec
 import pytest
 import torch
 
-from pdtx import __version__
-from pdtx.cache import BlockAllocator, PagedKVCache
+from pdtx.cache import PagedKVCache
 from pdtx.engine import (
     InboundRequest,
-    KVConsumer,
-    KVProducer,
-    OutboundRequest,
     TransferTimes,
-    check_compatible,
-    describe_cache,
-    layout_of,
     union_seconds,
 )
 from pdtx.errors import (
-    AddressInUse,
     AuthenticationFailed,
     DeadlineExceeded,
-    IncompatiblePeer,
     InputError,
     OutOfBlocks,
     PdtxError,
     PeerLost,
-    PeerUnreachable,
     PlanError,
     ProtocolError,
     TransferError,
     TransferRefused,
     VerificationError,
 )
-from pdtx.kvspec import FullAttentionSpec
 from pdtx.layout import LAYOUT_ORDERS, KVCacheLayout
 from pdtx.plan import Endpoint, Runs, build_plan
 from pdtx.protocol import (
-    PROTOCOL_VERSION,
-    CacheDescription,
-    Complete,
-    Failure,
-    Finished,
-    Grant,
-    Hello,
-    LayerDone,
-    Message,
     ReadReference,
-    Refuse,
-    Reject,
-    TransferRequest,
-    Welcome,
 )
-from pdtx.sidechannel import Dialer, Listener, Security
+from pdtx.sidechannel import Dialer, Listener
 from pdtx.testing.pair import Leaks
-from pdtx.transports import Connection, Mover, Receiver, Region, TransferHandle, TransferKey, make_mover
-
-OPEN = Security()
-PATIENCE_S = 10.0
-LAYERS, HEADS, CHANNELS = 3, 2, 8
-M = TypeVar("M")
-
-
-def make_cache(
-    layout: str = "flash_attn_nhd",
-    block_size: int = 16,
-    *,
-    num_blocks: int = 9,
-    num_layers: int = LAYERS,
-    heads: int = HEADS,
-    channels: int = CHANNELS,
-    dtype: str = "bfloat16",
-) -> PagedKVCache:
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=channels, dtype=dtype)
-    return PagedKVCache(spec, layout=layout, num_layers=num_layers, num_blocks=num_blocks)
-
-
-def describe(cache: PagedKVCache, fingerprint: str = "same") -> CacheDescription:
-    return describe_cache(cache, model="a model", fingerprint=fingerprint)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.005)
-
-
-def all_free(pool: BlockAllocator) -> bool:
-    return pool.num_free == pool.num_blocks - 1
-
-
-class Pair:
-    """A consumer that listens and a producer connected to it. At the end every block must be free again."""
-
-    def __init__(
-        self,
-        source: PagedKVCache | None = None,
-        destination: PagedKVCache | None = None,
-        *,
-        mover: str = "inproc",
-        plan_layout: KVCacheLayout | None = None,
-        max_deadline_s: float = 600.0,
-        wrap: Callable[[Mover], Mover] = lambda mover: mover,
-    ) -> None:
-        self.source, self.destination = source or make_cache(), destination or make_cache("flashinfer_hnd", 32)
-        self.mover_name = mover
-        self.producers = list[KVProducer]()
-        self.consumer = KVConsumer(
-            self.destination,
-            describe(self.destination),
-            make_mover(mover),
-            verify=True,
-            max_deadline_s=max_deadline_s,
-            plan_layout=plan_layout,
-        )
-        try:
-            self.address = self.consumer.listen("127.0.0.1:0", security=OPEN)
-            self.producer = self.connect(self.source, wrap)
-        except BaseException:
-            self.close()
-            raise
-
-    def connect(self, cache: PagedKVCache | None = None, wrap: Callable[[Mover], Mover] = lambda x: x) -> KVProducer:
-        """Connect one more producer."""
-        cache = cache or make_cache()
-        producer = KVProducer(cache, describe(cache), wrap(make_mover(self.mover_name)))
-        self.producers.append(producer)
-        producer.connect(self.address, security=OPEN)
-        return producer
-
-    def __enter__(self) -> "Pair":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self.require_all_free()
-        finally:
-            self.close()
-
-    def require_all_free(self, timeout_s: float = PATIENCE_S) -> None:
-        for name, pool in [("consumer", self.consumer.allocator), *(("producer", p.allocator) for p in self.producers)]:
-            wait_until(partial(all_free, pool), f"all blocks of the {name} free", timeout_s)
-
-    def close(self) -> None:
-        for producer in self.producers:
-            producer.close()
-            producer.mover.close()
-        self.consumer.close()
-
-    # -- what the decode loop does -------------------------------------------------------------------------------
-
-    def next_ready(self) -> InboundRequest:
-        request = self.consumer.next_ready(PATIENCE_S)
-        assert request is not None, "no request became ready"
-        return request
-
-    def finish(self, request: InboundRequest, *, verify: bool = True) -> None:
-        """Verify a ready request and end it well."""
-        if verify:
-            found = self.consumer.verify(request)
-            assert found.wrong == 0
-            assert found.compared == LAYERS * 2 * request.num_tokens * HEADS * CHANNELS
-        self.consumer.release(request)
-        self.consumer.finish(request, finished(request))
-        self.consumer.let_go(request)
-
-    def received(self, request_id: str) -> InboundRequest:
-        """The consumer's record of a request, once it is there."""
-
-        def find() -> InboundRequest | None:
-            with self.consumer._lock:
-                return next((r for r in self.consumer._requests.values() if r.request_id == request_id), None)
-
-        wait_until(lambda: find() is not None, f"request {request_id} at the consumer")
-        found = find()
-        assert found is not None
-        return found
-
-
-def finished(request: InboundRequest) -> Finished:
-    return Finished(
-        request_id=request.request_id,
-        token_ids=[1, 2],
-        text="done",
-        verified=True,
-        wrong=0,
-        received_bytes=request.received_bytes,
-        received_runs=request.received_runs,
-        times={},
-    )
-
-
-@dataclass
-class Sent:
-    """What a request's K/V were, kept apart from the caches: (layer, K/V, token, head, channel)."""
-
-    data: torch.Tensor
-
-
-def begin(producer: KVProducer, tokens: int, request_id: str = "r", timeout_s: float = 30.0) -> OutboundRequest:
-    return producer.begin(request_id, list(range(tokens)), max_tokens=2, timeout_s=timeout_s)
-
-
-def ship(producer: KVProducer, request: OutboundRequest, chunks: Sequence[int] = (), *, complete: bool = True) -> Sent:
-    """Compute random K/V layer by layer, in chunks of so many tokens (the last one takes the rest), and ship them."""
-    cache, total = producer.cache, len(request.token_ids)
-    data = torch.randn(cache.num_layers, 2, total, HEADS, CHANNELS).to(cache.dtype)
-    for start, stop in pairwise((0, *accumulate(chunks), total)):
-        for layer in range(cache.num_layers):
-            ship_layer(producer, request, data, layer, start, stop)
-    if complete:
-        producer.computed(request, 7)
-    return Sent(data)
-
-
-def ship_layer(
-    producer: KVProducer, request: OutboundRequest, data: torch.Tensor, layer: int, start: int, stop: int
-) -> None:
-    key, value = data[layer, :, start:stop]
-    producer.cache.write(layer, torch.as_tensor(request.blocks.ids), start, key, value)
-    producer.layer_ready(request, layer, start, stop)
-
-
-def arrived(cache: PagedKVCache, request: InboundRequest) -> torch.Tensor:
-    """What lies in the consumer's cache, in the order of Sent."""
-    ids = torch.as_tensor(request.granted_ids)
-    return torch.stack([torch.stack(cache.read(i, ids, 0, request.num_tokens)) for i in range(cache.num_layers)])
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """For comparisons to the bit: NaN equals itself and 0 does not equal -0."""
-    return tensor.contiguous().view(torch.uint8)
-
+from pdtx.transports import Connection, Region, TransferHandle, TransferKey, make_mover
+from tests.engine_pair import (
+    CHANNELS,
+    HEADS,
+    LAYERS,
+    OPEN,
+    PATIENCE_S,
+    Pair,
+    Sent,
+    WrappedMover,
+    all_free,
+    arrived,
+    begin,
+    bits,
+    finished,
+    make_cache,
+    make_producer,
+    ship,
+    wait_until,
+)
 
 # -- the way it should go ------------------------------------------------------------------------------------------
 
@@ -353,9 +163,9 @@ def test_release_gives_the_producer_its_blocks_before_the_end() -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request)
         ready = pair.next_ready()
-        assert pair.producer.allocator.num_free < pair.source.num_blocks - 1
+        assert pair.producer.allocator.num_free < (pair.source.num_blocks - 1,)
         pair.consumer.release(ready)
-        assert pair.producer.wait_for_blocks(pair.source.num_blocks - 1, PATIENCE_S)
+        assert pair.producer.wait_for_blocks([pair.source.num_blocks - 1], PATIENCE_S)
         pair.finish(ready, verify=False)
         assert pair.producer.wait(request).text == "done"
 
@@ -368,9 +178,9 @@ def test_the_decode_loop_keeps_its_blocks_until_it_lets_go() -> None:
         pair.consumer.fail(ready, TransferError("no more"))
         with pytest.raises(TransferError, match="no more"):
             pair.producer.wait(request)
-        assert pair.consumer.allocator.num_free == pair.destination.num_blocks - 2
+        assert pair.consumer.allocator.num_free == (pair.destination.num_blocks - 2,)
         pair.consumer.let_go(ready)
-        assert pair.consumer.allocator.num_free == pair.destination.num_blocks - 1
+        assert pair.consumer.allocator.num_free == (pair.destination.num_blocks - 1,)
 
 
 # -- verification --------------------------------------------------------------------------------------------------
@@ -385,6 +195,7 @@ def row(cache: PagedKVCache, ids: torch.Tensor, coordinate: Sequence[str]) -> to
 
 def test_a_wrong_plan_is_caught_with_the_coordinate_and_its_true_source() -> None:
     destination = make_cache("flashinfer_hnd", 32)
+    assert isinstance(destination.layout, KVCacheLayout)
     with Pair(destination=destination, plan_layout=destination.layout.with_swapped("token", "head")) as pair:
         request = begin(pair.producer, 64)
         ship(pair.producer, request)
@@ -392,10 +203,12 @@ def test_a_wrong_plan_is_caught_with_the_coordinate_and_its_true_source() -> Non
         with pytest.raises(VerificationError) as caught:
             pair.consumer.verify(ready)
         text = str(caught.value)
-        found = re.search(rf"first: {_ROW} channel \d+ \(block (\d+)\) holds the value of {_ROW}$", text)
+        found = re.search(
+            rf"first: buffer full {_ROW} channel \d+ \(block (\d+)\) holds the value of buffer full {_ROW}$", text
+        )
         assert found is not None, text
         where, block, origin = found.groups()[:4], int(found[5]), found.groups()[5:]
-        here, there = torch.as_tensor(ready.granted_ids), torch.as_tensor(request.blocks.ids)
+        here, there = torch.as_tensor(ready.granted(0)), torch.as_tensor(request.tables[0])
         assert block == here[int(where[2]) // 32]
         wrong = row(destination, here, where)
         assert torch.equal(wrong, row(pair.source, there, origin))
@@ -409,17 +222,17 @@ def test_a_wrong_plan_is_caught_with_the_coordinate_and_its_true_source() -> Non
 
 
 def free_block(pair: Pair, request: InboundRequest) -> tuple[int, int]:
-    return int(pair.consumer.allocator.free_blocks().ids[-1]), 0
+    return int(pair.consumer.allocator.free_blocks().groups[0].ids[-1]), 0
 
 
 def tail_of_last_block(pair: Pair, request: InboundRequest) -> tuple[int, int]:
-    return int(request.granted_ids[-1]), request.num_tokens % 32
+    return int(request.granted(0)[-1]), request.num_tokens % 32
 
 
 def block_for_new_tokens(pair: Pair, request: InboundRequest) -> tuple[int, int]:
-    assert request.blocks is not None
-    assert len(request.blocks) > request.num_granted
-    return int(request.blocks.ids[-1]), 0
+    need = request.needs[0]
+    assert need.blocks.stop > need.granted.stop
+    return int(request.tables[0][-1]), 0
 
 
 @pytest.mark.parametrize(
@@ -433,7 +246,9 @@ def test_a_stray_write_is_caught(place: Callable[[Pair, InboundRequest], tuple[i
         pair.consumer.verify(ready)
         block, token = place(pair, ready)
         pair.destination.view(LAYERS - 1)[1, block, token, HEADS - 1, CHANNELS - 1] = 1.0
-        with pytest.raises(VerificationError, match=r"^1 2-byte words outside the request's tokens were written"):
+        with pytest.raises(
+            VerificationError, match=r"^1 2-byte words outside the request's tokens were written: 1 in buffer full$"
+        ):
             pair.consumer.verify(ready)
         pair.destination.poison(torch.tensor([block]))
         pair.finish(ready, verify=False)
@@ -443,9 +258,9 @@ def test_a_changed_byte_is_caught() -> None:
     with Pair() as pair:
         ship(pair.producer, begin(pair.producer, 40))
         ready = pair.next_ready()
-        pair.destination.view(1)[1, int(ready.granted_ids[1]), 3, 1, 5] += 1.0
+        pair.destination.view(1)[1, int(ready.granted(0)[1]), 3, 1, 5] += 1.0
         with pytest.raises(
-            VerificationError, match=r"^1 of \d+ .* layer 1 V token 35 head 1 channel 5 \(block"
+            VerificationError, match=r"^1 of \d+ .* buffer full layer 1 V token 35 head 1 channel 5 \(block"
         ) as caught:
             pair.consumer.verify(ready)
         assert caught.value.wrong == 1
@@ -456,7 +271,7 @@ def test_what_was_never_written_is_named_as_poison() -> None:
     with Pair() as pair:
         ship(pair.producer, begin(pair.producer, 40))
         ready = pair.next_ready()
-        pair.destination.poison(torch.as_tensor(ready.granted_ids[1:2]))
+        pair.destination.poison(torch.as_tensor(ready.granted(0)[1:2]))
         with pytest.raises(VerificationError, match=r"token 32 .* was never written: it holds poison"):
             pair.consumer.verify(ready)
         pair.finish(ready, verify=False)
@@ -467,7 +282,7 @@ def test_nothing_is_compared_with_blocks_that_the_producer_has_given_back() -> N
         ship(pair.producer, begin(pair.producer, 20))
         ready = pair.next_ready()
         pair.consumer.release(ready)
-        assert pair.producer.wait_for_blocks(pair.source.num_blocks - 1, PATIENCE_S)
+        assert pair.producer.wait_for_blocks([pair.source.num_blocks - 1], PATIENCE_S)
         with pytest.raises(TransferError, match="failed in verification and decoding: request r is not here any more"):
             pair.consumer.verify(ready)
         pair.consumer.let_go(ready)
@@ -487,7 +302,7 @@ def test_a_producer_that_fails_midway() -> None:
             pair.producer.wait(request)
         wait_until(lambda: received.error is not None, "the consumer to learn of it")
         assert re.search("prefill-.* failed in prefill: the model broke", str(received.error))
-        pair.producer.layer_ready(request, 0, 0, 10)  # what comes too late is dropped
+        pair.producer.layer_ready(request, 0, 0, 0, 10)  # what comes too late is dropped
         pair.producer.computed(request, 7)
         pair.require_all_free()
         assert pair.consumer.next_ready(0.1) is None
@@ -523,7 +338,7 @@ def test_the_producers_blocks_are_not_used_again_while_a_transfer_reads_them(end
     handles = list[TransferHandle]()
     with Pair(wrap=partial(WrappedMover, wrap=partial(HoldingConnection, handles=handles))) as pair:
         request = begin(pair.producer, 20)
-        pair.producer.layer_ready(request, 0, 0, 20)
+        pair.producer.layer_ready(request, 0, 0, 0, 20)
         wait_until(lambda: bool(handles), "a transfer")
         handles[0].post()
         pair.producer.fail(request, TransferError("enough"))
@@ -537,7 +352,7 @@ def test_a_consumer_that_is_done_early_does_not_cost_the_producers_blocks() -> N
     handles = list[TransferHandle]()
     with Pair(wrap=partial(WrappedMover, wrap=partial(HoldingConnection, handles=handles))) as pair:
         request = begin(pair.producer, 20)
-        pair.producer.layer_ready(request, 0, 0, 20)
+        pair.producer.layer_ready(request, 0, 0, 0, 20)
         wait_until(lambda: bool(handles), "a transfer")
         received = pair.received("r")
         pair.consumer.finish(received, finished(received))
@@ -555,7 +370,7 @@ def test_a_device_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("device-side assert\nwith many lines")
 
         monkeypatch.setattr("pdtx.engine.producer.record_fence", lambda _: broken_fence)
-        pair.producer.layer_ready(request, 0, 0, 20)
+        pair.producer.layer_ready(request, 0, 0, 0, 20)
         with pytest.raises(TransferError, match=r"^shipping failed: RuntimeError: device-side assert with many lines$"):
             pair.producer.wait(request)
         monkeypatch.undo()
@@ -587,29 +402,11 @@ def test_reference_data_beyond_the_request_is_refused(part: tuple[int, int, int]
         ready = pair.next_ready()
         layer, start, stop = part
         pair.consumer._send(
-            ready.session, ReadReference(request_id="r", layer=layer, token_start=start, token_stop=stop)
+            ready.session, ReadReference(request_id="r", buffer=0, layer=layer, token_start=start, token_stop=stop)
         )
         wait_until(lambda: ready.error is not None, "a refusal")
         assert "failed in verification" in str(ready.error)
         pair.consumer.let_go(ready)
-
-
-class WrappedMover(Mover):
-    """A mover whose connections are someone else's."""
-
-    name = "inproc"
-
-    def __init__(self, inner: Mover, wrap: Callable[[Connection], Connection]) -> None:
-        self.inner, self.wrap = inner, wrap
-
-    def listen(self, address: str, receiver: Receiver) -> str:
-        return self.inner.listen(address, receiver)
-
-    def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
-        return self.wrap(self.inner.connect(address, session_id, token, deadline))
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class FailingConnection(Connection):
@@ -688,9 +485,12 @@ def test_a_completion_without_a_layer_is_refused() -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)
         for layer in (0, 2):
-            pair.producer.layer_ready(request, layer, 0, 20)
+            pair.producer.layer_ready(request, 0, layer, 0, 20)
         pair.producer.computed(request, 7)
-        with pytest.raises(TransferError, match="missing 20 of 60 layer x token slices, first layer 1 token 0"):
+        with pytest.raises(
+            TransferError,
+            match="buffer full: 20 of 60 layer x position slices have not arrived, first layer 1 position 0",
+        ):
             pair.producer.wait(request)
         assert pair.consumer.next_ready(0.1) is None
 
@@ -699,17 +499,20 @@ def test_a_completion_without_the_last_token_is_refused() -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)
         for layer in range(LAYERS):
-            pair.producer.layer_ready(request, layer, 0, 19)
+            pair.producer.layer_ready(request, 0, layer, 0, 19)
         pair.producer.computed(request, 7)
-        with pytest.raises(TransferError, match="missing 3 of 60 layer x token slices, first layer 0 token 19"):
+        with pytest.raises(
+            TransferError,
+            match="buffer full: 3 of 60 layer x position slices have not arrived, first layer 0 position 19",
+        ):
             pair.producer.wait(request)
 
 
 def test_a_payload_that_comes_twice_is_refused() -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)
-        pair.producer.layer_ready(request, 0, 0, 20)
-        pair.producer.layer_ready(request, 0, 10, 11)
+        pair.producer.layer_ready(request, 0, 0, 0, 20)
+        pair.producer.layer_ready(request, 0, 0, 10, 11)
         with pytest.raises(TransferRefused, match=r"layers 0..1 tokens 10..11 was received before"):
             pair.producer.wait(request)
 
@@ -720,8 +523,8 @@ def test_a_payload_outside_the_request_is_refused(part: tuple[int, int, int, int
         request = begin(pair.producer, 20)
         received = pair.received("r")
         wait_until(lambda: request.grant is not None, "a grant")
-        with pytest.raises(TransferRefused, match="is not a part of 3 layers x 20 tokens"):
-            pair.consumer.place(received.session.session_id, TransferKey("r", *part))
+        with pytest.raises(TransferRefused, match=r"is not a part of 3 layers x positions 0..20 of buffer full"):
+            pair.consumer.receiver.place(received.session.session_id, TransferKey("r", *part))
         pair.producer.fail(request, TransferError("enough"))
 
 
@@ -734,12 +537,14 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
         assert other._connection is not None
         assert mine.grant is not None
         plan = build_plan(
-            Endpoint.of(other.cache.layout, [1, 2]),
-            Endpoint.of(pair.destination.layout, mine.grant.block_ids),
+            Endpoint.of(other.cache.buffers[0].layout, [1, 2]),
+            Endpoint.of(pair.destination.layout, mine.grant.groups[0].block_ids),
             range(20),
             range(1),
         )
-        handle = other._connection.put(key, Region(other.cache.memory), plan.flat, time.monotonic() + PATIENCE_S)
+        handle = other._connection.put(
+            key, Region(other.cache.buffers[0].ranks[0].memory), plan.flat, time.monotonic() + PATIENCE_S
+        )
         with pytest.raises(TransferRefused, match=r"request mine layers 0..1 tokens 0..20 was not granted"):
             handle.wait()
         ship(pair.producer, mine)
@@ -752,12 +557,12 @@ def test_no_payload_before_the_grant_or_after_the_end() -> None:
         session_id = pair.received("queued").session.session_id
         key = TransferKey("queued", 0, 1, 0, 40)
         with pytest.raises(TransferRefused, match="was not granted"):
-            pair.consumer.place(session_id, key)
+            pair.consumer.receiver.place(session_id, key)
         for request in (queued, first):
             pair.producer.fail(request, TransferError("enough"))
         pair.require_all_free()
         with pytest.raises(TransferRefused, match="was not granted"):
-            pair.consumer.place(session_id, key)
+            pair.consumer.receiver.place(session_id, key)
 
 
 def test_no_data_connection_without_its_session() -> None:
@@ -780,15 +585,16 @@ def test_the_consumers_deadline_names_phase_peer_and_bytes() -> None:
     with Pair(max_deadline_s=0.3) as pair:
         request = begin(pair.producer, 20)
         received = pair.received("r")
-        pair.producer.layer_ready(request, 0, 0, 20)
+        pair.producer.layer_ready(request, 0, 0, 0, 20)
         with pytest.raises(TransferError) as caught:
             pair.producer.wait(request)
         nbytes = 2 * 20 * HEADS * CHANNELS * 2
+        lacking = "group full, buffer full: 40 of 60 layer x position slices have not arrived, first layer 1 position 0"
         assert isinstance(received.error, DeadlineExceeded)
         assert (received.error.phase, received.error.peer) == ("payload", pair.producer.engine_id)
         for text in (str(caught.value), str(received.error)):
             assert f"deadline of 0.3 s exceeded while waiting for payload from {pair.producer.engine_id}" in text
-            assert f"{nbytes} bytes received; missing 40 of 60 layer x token slices, first layer 1 token 0" in text
+            assert f"{nbytes} bytes received; {lacking}" in text
 
 
 def test_the_consumers_deadline_holds_for_the_queue_too() -> None:
@@ -835,8 +641,8 @@ def test_a_payload_must_arrive_by_the_requests_deadline() -> None:
         received = pair.received("r")
         wait_until(lambda: request.grant is not None, "a grant")
         session_id, key = received.session.session_id, TransferKey("r", 0, 1, 0, 20)
-        assert pair.consumer.place(session_id, key).deadline == received.deadline
-        pair.consumer.placed(session_id, key, 0, TransferError("enough"))
+        assert pair.consumer.receiver.place(session_id, key).deadline == received.deadline
+        pair.consumer.receiver.placed(session_id, key, 0, TransferError("enough"))
 
 
 # -- pools that are too small --------------------------------------------------------------------------------------
@@ -865,7 +671,7 @@ def test_more_requests_than_blocks_wait_and_all_finish() -> None:
             ship(pair.producer, request)
         for _ in requests:
             ready = pair.next_ready()
-            assert pair.consumer.allocator.num_free < 3
+            assert pair.consumer.allocator.num_free < (3,)
             pair.finish(ready)
         assert [pair.producer.wait(request).text for request in requests] == ["done"] * len(requests)
 
@@ -875,9 +681,9 @@ def test_the_producers_pool_is_not_exceeded() -> None:
         request = begin(pair.producer, 32)
         with pytest.raises(OutOfBlocks):
             begin(pair.producer, 1, "second")
-        assert not pair.producer.wait_for_blocks(1, 0.05)
+        assert not pair.producer.wait_for_blocks([1], 0.05)
         pair.producer.fail(request, TransferError("enough"))
-        assert pair.producer.wait_for_blocks(2, PATIENCE_S)
+        assert pair.producer.wait_for_blocks([2], PATIENCE_S)
 
 
 def test_the_end_of_a_queued_request_lets_those_behind_it_go() -> None:
@@ -898,15 +704,15 @@ def test_blocks_are_not_granted_again_while_a_payload_is_being_written(ending: P
         received = pair.received("first")
         wait_until(lambda: request.grant is not None, "a grant")
         session_id, key = received.session.session_id, TransferKey("first", 0, 1, 0, 40)
-        pair.consumer.place(session_id, key)
+        pair.consumer.receiver.place(session_id, key)
         pair.producer.fail(request, TransferError("enough"))
         wait_until(lambda: received.error is not None, "the consumer to learn of it")
         second = begin(pair.producer, 40, "second")
         pair.received("second")
         time.sleep(0.1)
         assert second.grant is None
-        assert pair.consumer.allocator.num_free == 0
-        pair.consumer.placed(session_id, key, 5, ending)
+        assert pair.consumer.allocator.num_free == (0,)
+        pair.consumer.receiver.placed(session_id, key, 5, ending)
         wait_until(lambda: second.grant is not None, "the blocks, now that nothing writes them", 2.0)
         pair.producer.fail(second, TransferError("enough"))
 
@@ -925,297 +731,6 @@ def test_a_request_id_that_cannot_be_sent_is_refused_at_once() -> None:
         with pytest.raises(ProtocolError, match="request_id"):
             begin(pair.producer, 20, "no spaces\n")
         assert not pair.producer._requests
-
-
-# -- the handshake -------------------------------------------------------------------------------------------------
-
-INCOMPATIBLE = {
-    "dtype": (make_cache(dtype="float16"), "float16", "bfloat16"),
-    "num_kv_heads": (make_cache(heads=1), "1", "2"),
-    "head_size": (make_cache(channels=16), "16", "8"),
-    "num_layers": (make_cache(num_layers=2), "2", "3"),
-    "block_size": (make_cache(block_size=24), "24", "32"),
-    "fingerprint": (make_cache(), "other", "same"),
-}
-
-
-@pytest.mark.parametrize("field", INCOMPATIBLE)
-def test_incompatible_peers_are_told_the_field_and_both_values(field: str) -> None:
-    cache, ours, theirs = INCOMPATIBLE[field]
-    with Pair() as pair:
-        description = describe(cache, "other" if field == "fingerprint" else "same")
-        producer = KVProducer(cache, description, make_mover("inproc"))
-        with pytest.raises(IncompatiblePeer) as caught:
-            producer.connect(pair.address, security=OPEN)
-        assert (caught.value.field, caught.value.producer, caught.value.consumer) == (field, ours, theirs)
-        producer.close()
-        producer.mover.close()
-        with pytest.raises(IncompatiblePeer):
-            check_compatible(description, describe(pair.destination))
-        ship(pair.producer, begin(pair.producer, 20))
-        pair.finish(pair.next_ready())
-
-
-def test_tensor_parallel_sizes_must_agree() -> None:
-    mine = describe(make_cache())
-    with pytest.raises(IncompatiblePeer, match="tp_size is 2 on the prefill side and 1 on the decode side"):
-        check_compatible(msgspec.structs.replace(mine, tp_size=2), mine)
-
-
-def test_movers_must_agree() -> None:
-    with Pair() as pair:
-        producer = KVProducer(pair.source, describe(pair.source), make_mover("tcp"))
-        with pytest.raises(IncompatiblePeer, match="mover is tcp on the prefill side and inproc on the decode side"):
-            producer.connect(pair.address, security=OPEN)
-        producer.close()
-        producer.mover.close()
-
-
-def test_layout_pool_and_block_size_may_differ() -> None:
-    check_compatible(describe(make_cache()), describe(make_cache("flashinfer_hnd", 48, num_blocks=2)))
-
-
-@pytest.mark.parametrize("layout", LAYOUT_ORDERS)
-def test_a_layout_survives_its_description(layout: str) -> None:
-    cache = make_cache(layout)
-    assert layout_of(describe(cache)) == cache.layout
-
-
-def broken(**changes: object) -> CacheDescription:
-    return msgspec.structs.replace(describe(make_cache()), **changes)
-
-
-def layout(**changes: object) -> CacheDescription:
-    return broken(layout=msgspec.structs.replace(describe(make_cache()).layout, **changes))
-
-
-def axes(**changes: tuple[int, int]) -> CacheDescription:
-    """A description whose axes have other (extent, stride)."""
-    wire = describe(make_cache()).layout
-    changed = [
-        msgspec.structs.replace(axis, extent=changes[axis.name][0], stride=changes[axis.name][1])
-        if axis.name in changes
-        else axis
-        for axis in wire.axes
-    ]
-    return broken(layout=msgspec.structs.replace(wire, axes=changed))
-
-
-IMPOSSIBLE = {
-    "too few axes": layout(axes=[]),
-    "overlapping axes": axes(head=(2, 2)),
-    "beyond its region": layout(size_bytes=64),
-    "more blocks than it says": broken(num_blocks=10),
-    "more tokens in a block than its spec": broken(spec={**describe(make_cache()).spec, "block_size": 32}),
-    "another element size than its dtype": layout(itemsize=1),
-    "no block size": broken(spec={k: v for k, v in describe(make_cache()).spec.items() if k != "block_size"}),
-    "a block size in words": broken(spec={**describe(make_cache()).spec, "block_size": "sixteen"}),
-    "block size 0": broken(spec={**describe(make_cache()).spec, "block_size": 0}),
-}
-
-
-@pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_an_impossible_cache_is_rejected_and_the_consumer_serves_on(what: str) -> None:
-    with Pair() as pair:
-        with Rogue(pair.address, IMPOSSIBLE[what]) as rogue:
-            assert isinstance(rogue.answer, Reject), rogue.answer
-        ship(pair.producer, begin(pair.producer, 20))
-        pair.finish(pair.next_ready())
-
-
-class Rogue:
-    """A producer that says what it wants to say."""
-
-    def __init__(self, address: str, description: CacheDescription | None = None) -> None:
-        self.heard, self.lost = list[Message](), list[str]()
-        self.dialer = Dialer(address, self.heard.append, self.lost.append, security=OPEN)
-        self.dialer.connect(PATIENCE_S)
-        self.hello(description or describe(make_cache()))
-        wait_until(lambda: bool(self.heard), "an answer to hello", 3.0)
-        self.answer = self.heard[0]
-
-    def hello(self, description: CacheDescription) -> None:
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            pdtx_version=__version__,
-            engine_id="rogue",
-            incarnation="1",
-            cache=description,
-            movers=["inproc"],
-        )
-        self.dialer.send(hello)
-
-    def ask(self, request_id: str = "r", tokens: int = 20) -> None:
-        self.dialer.send(
-            TransferRequest(request_id=request_id, token_ids=list(range(tokens)), max_tokens=2, deadline_s=30.0)
-        )
-
-    def hear(self, kind: type[M]) -> M:
-        """The first message of a kind, once it is there."""
-
-        def found() -> list[M]:
-            return [message for message in self.heard if isinstance(message, kind)]
-
-        wait_until(lambda: bool(found()), f"a {kind.__name__}", 3.0)
-        return found()[0]
-
-    def __enter__(self) -> "Rogue":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.dialer.close()
-
-
-def layers_done(rogue: Rogue, request_id: str = "r", tokens: int = 20) -> int:
-    """Claim all layers; return the bytes claimed."""
-    nbytes = tokens * 2 * HEADS * CHANNELS * 2
-    for layer in range(LAYERS):
-        rogue.dialer.send(
-            LayerDone(
-                request_id=request_id,
-                layer_start=layer,
-                layer_stop=layer + 1,
-                token_start=0,
-                token_stop=tokens,
-                nbytes=nbytes,
-            )
-        )
-    return LAYERS * nbytes
-
-
-def test_a_claim_without_payload_is_refused() -> None:
-    with Pair() as pair, Rogue(pair.address) as rogue:
-        rogue.ask()
-        total = layers_done(rogue)
-        rogue.dialer.send(Complete(request_id="r", first_token=1, num_tokens=20, nbytes=total))
-        reason = rogue.hear(Failure).reason
-        assert f"claims {total} bytes, noticed {total}, received 0; missing 60 of 60" in reason
-        assert pair.consumer.next_ready(0.05) is None
-
-
-def test_messages_about_nothing_are_ignored() -> None:
-    with Pair() as pair, Rogue(pair.address) as rogue:
-        layers_done(rogue, "nothing")
-        rogue.dialer.send(Complete(request_id="nothing", first_token=1, num_tokens=20, nbytes=1))
-        rogue.dialer.send(Refuse(request_id="nothing", reason="the wrong way round"))
-        rogue.ask()
-        assert rogue.hear(Grant).request_id == "r"
-        rogue.dialer.send(Failure(request_id="r", phase="prefill", reason="enough"))
-
-
-def test_a_second_completion_is_ignored() -> None:
-    with Pair() as pair:
-        request = begin(pair.producer, 20)
-        ship(pair.producer, request)
-        ready = pair.next_ready()
-        pair.producer._send(Complete(request_id="r", first_token=1, num_tokens=20, nbytes=5))
-        pair.producer._send(Complete(request_id="r", first_token=7, num_tokens=20, nbytes=request.nbytes))
-        assert pair.consumer.next_ready(0.2) is None
-        pair.finish(ready)
-        assert pair.producer.wait(request).text == "done"
-
-
-def test_a_request_id_in_use_in_the_same_session_is_refused_by_the_consumer() -> None:
-    with Pair() as pair, Rogue(pair.address) as rogue:
-        rogue.ask()
-        rogue.ask()
-        assert rogue.hear(Refuse).reason == "request id r is in use"
-        rogue.dialer.send(Failure(request_id="r", phase="prefill", reason="enough"))
-
-
-def test_a_second_hello_starts_afresh() -> None:
-    """Its requests of before have no producer any more, so they must not keep their blocks."""
-    with Pair() as pair, Rogue(pair.address) as rogue:
-        rogue.ask()
-        rogue.hear(Grant)
-        rogue.heard.clear()
-        rogue.hello(describe(make_cache()))
-        welcome = rogue.hear(Welcome)
-        pair.require_all_free()
-        rogue.ask("again")
-        assert pair.received("again").session.session_id == welcome.session_id
-        rogue.dialer.send(Failure(request_id="again", phase="prefill", reason="enough"))
-
-
-def test_who_has_no_session_is_told() -> None:
-    with Pair() as pair, Rogue(pair.address, IMPOSSIBLE["beyond its region"]) as rogue:
-        rogue.ask()
-        wait_until(lambda: bool(rogue.lost), "to be told that there is no session", 2.0)
-        assert "hello" in rogue.lost[0]
-
-
-def test_an_echo_is_no_consumer() -> None:
-    """It repeats ZeroMQ's own handshake too, so only the answer to hello tells."""
-
-    def echo(server: socket.socket) -> None:
-        with contextlib.suppress(OSError), server.accept()[0] as stranger:
-            while data := stranger.recv(4096):
-                stranger.sendall(data)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=echo, args=(server,))
-        thread.start()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        producer = KVProducer(make_cache(), describe(make_cache()), make_mover("inproc"))
-        with pytest.raises(DeadlineExceeded, match=f"the handshake's answer from {address}"):
-            producer.connect(address, security=OPEN, timeout_s=0.5)
-        producer.close()
-        producer.mover.close()
-        thread.join()
-
-
-def test_nobody_listening_leaves_nothing_behind() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    leaks = Leaks()
-    producer = KVProducer(make_cache(), describe(make_cache()), make_mover("inproc"))
-    with pytest.raises(PeerUnreachable, match=address):
-        producer.connect(address, security=OPEN, timeout_s=0.2)
-    producer.close()
-    producer.mover.close()
-    leaks.require_none("a producer that found nobody")
-
-
-def test_a_hello_that_comes_while_the_consumer_starts_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SlowListener(Listener):
-        def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401
-            super().__init__(*args, **options)
-            time.sleep(0.3)
-
-    monkeypatch.setattr("pdtx.engine.consumer.Listener", SlowListener)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    cache = make_cache()
-    consumer = KVConsumer(cache, describe(cache), make_mover("inproc"), verify=False)
-    producer = KVProducer(cache, describe(cache), make_mover("inproc"))
-    listening = threading.Thread(target=consumer.listen, args=(address,), kwargs={"security": OPEN})
-    listening.start()
-    try:
-        producer.connect(address, security=OPEN, timeout_s=3.0)
-    finally:
-        listening.join()
-        producer.close()
-        consumer.close()
-        producer.mover.close()
-
-
-def test_a_wildcard_must_be_advertised() -> None:
-    cache = make_cache()
-    consumer = KVConsumer(cache, describe(cache), make_mover("tcp"), verify=False)
-    with pytest.raises(InputError, match="give one to advertise"):
-        consumer.listen("0.0.0.0:0", security=Security(insecure=True))
-    consumer.close()
-
-
-def test_a_taken_port_leaves_nothing_behind() -> None:
-    with Pair(mover="tcp") as pair:
-        leaks = Leaks()
-        cache = make_cache()
-        consumer = KVConsumer(cache, describe(cache), make_mover("tcp"), verify=False)
-        with pytest.raises(AddressInUse):
-            consumer.listen(pair.address, security=OPEN)
-        consumer.close()
-        leaks.require_none("a consumer that could not listen")
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -1278,7 +793,7 @@ def produce_and_hang(address: str, started: "multiprocessing.synchronize.Event",
     dialer = partial(Dialer, silence_s=silence_s, heartbeat_s=silence_s / 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdtx.engine.producer.Dialer", dialer)
-        producer = KVProducer(make_cache(), describe(make_cache()), make_mover("tcp"))
+        producer = make_producer(make_cache(), "tcp")
         producer.connect(address, security=OPEN)
     ship(producer, begin(producer, 20, "ready"))
     receiving = begin(producer, 40, "receiving")

@@ -14,7 +14,7 @@ from pdtx.errors import IncompatiblePeer, ProtocolError
 from pdtx.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    AxisDescription,
+    BufferDescription,
     Bye,
     CacheDescription,
     Complete,
@@ -22,10 +22,11 @@ from pdtx.protocol import (
     Failure,
     Finished,
     Grant,
+    GrantedBlocks,
+    GroupDescription,
     Heartbeat,
     Hello,
     LayerDone,
-    LayoutDescription,
     Message,
     ReadReference,
     Reference,
@@ -39,15 +40,33 @@ from pdtx.protocol import (
 )
 
 CACHE = CacheDescription(
-    spec={"kind": "FullAttentionSpec", "block_size": 16, "sliding_window": None},
     model="a/model",
     fingerprint="abc123",
-    num_layers=2,
-    num_blocks=8,
-    layout=LayoutDescription(
-        name="NHD", axes=[AxisDescription(name="block", extent=8, stride=64)], itemsize=2, size_bytes=512
-    ),
     device="cpu",
+    groups=[
+        GroupDescription(name="full", kind="full", block_size=16, num_blocks=8),
+        GroupDescription(name="state", kind="state", block_size=1, num_blocks=8),
+    ],
+    buffers=[
+        BufferDescription(
+            name="full",
+            group="full",
+            spec={"kind": "FullAttentionSpec", "block_size": 16, "sliding_window": None},
+            layer_names=["layers.0", "model.layers.2/attn"],
+            layout="flash_attn_nhd",
+            size_bytes=512,
+            kernel_block_size=8,
+        ),
+        BufferDescription(
+            name="state",
+            group="state",
+            spec={"kind": "MambaSpec", "shapes": [[3, 8], [4, 2, 2]], "dtypes": ["float16", "float32"]},
+            layer_names=["layers.1"],
+            layout="mamba_sd",
+            size_bytes=512,
+        ),
+    ],
+    tp_size=2,
 )
 MESSAGES: list[Message] = [
     Hello(protocol=PROTOCOL_VERSION, pdtx_version="0.1", engine_id="p", incarnation="i", cache=CACHE, movers=["tcp"]),
@@ -65,13 +84,27 @@ MESSAGES: list[Message] = [
     ),
     Reject(field="dtype", producer="bfloat16", consumer="float16", advice="use one"),
     TransferRequest(request_id="r-1", token_ids=[1, 2, 3], max_tokens=4, deadline_s=5.0, ignore_eos=True),
-    Grant(request_id="r-1", block_ids=[4, 0], generations=[1, 2], deadline_s=5.0),
+    Grant(
+        request_id="r-1",
+        groups=[GrantedBlocks(block_ids=[4, 0], generations=[1, 2]), GrantedBlocks(block_ids=[], generations=[])],
+        deadline_s=5.0,
+    ),
     Refuse(request_id="r-1", reason="no room, ever"),
-    LayerDone(request_id="r-1", layer_start=0, layer_stop=1, token_start=0, token_stop=3, nbytes=96),
+    LayerDone(
+        request_id="r-1",
+        buffer=1,
+        src_rank=0,
+        dst_rank=3,
+        layer_start=0,
+        layer_stop=1,
+        token_start=0,
+        token_stop=3,
+        nbytes=96,
+    ),
     Complete(request_id="r-1", first_token=9, num_tokens=3, nbytes=192),
     Failure(request_id="r-1", phase="prefill", reason="out of memory"),
-    ReadReference(request_id="r-1", layer=1, token_start=0, token_stop=3),
-    Reference(request_id="r-1", layer=1, token_start=0, token_stop=3, data=b"\x00\xff" * 8),
+    ReadReference(request_id="r-1", buffer=1, layer=1, token_start=0, token_stop=3),
+    Reference(request_id="r-1", buffer=1, layer=1, token_start=0, token_stop=3, data=b"\x00\xff" * 8),
     Release(request_id="r-1"),
     Finished(
         request_id="r-1",
@@ -199,13 +232,57 @@ def test_errors_stay_short_lines_whatever_they_quote() -> None:
         assert len(refused(fields)) < 400
 
 
-def test_words_of_a_spec_are_bounded() -> None:
+def hello_with(**changes: object) -> dict[str, Any]:
+    """A hello whose first buffer is changed."""
     cache = fields_of(HELLO)["cache"]
-    long = cache | {"spec": cache["spec"] | {"dtype": "x" * 257}}
-    assert "spec" in refused(fields_of(HELLO) | {"cache": long})
+    first, *rest = cache["buffers"]
+    return fields_of(HELLO) | {"cache": cache | {"buffers": [first | changes, *rest]}}
 
 
-@pytest.mark.parametrize(("message", "sides"), [(HELLO, ("9", "1")), (WELCOME, ("1", "9"))])
+SPEC = CACHE.buffers[0].spec
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 257, 2**63, True, 1.5, b"x", {}, [["a"]], [[[1]]], [[1] * 17], ["x"] * 65, [None], [-1]], ids=repr
+)
+def test_fields_of_a_spec_are_bounded(value: object) -> None:
+    assert "spec" in refused(hello_with(spec={**SPEC, "dtype": value}))
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["x"] * 2, ["a b"], ["a\nb"], ["x" * 257], ["a"] * 4097, [7]], ids=lambda x: str(x)[:20]
+)
+def test_layer_names_are_bounded(names: object) -> None:
+    refused(hello_with(layer_names=names))
+
+
+def test_names_are_distinct_and_groups_are_known() -> None:
+    cache = fields_of(HELLO)["cache"]
+    assert "buffer full is in group lost, which is not described" in refused(hello_with(group="lost"))
+    assert "buffer full: layer a is described twice" in refused(hello_with(layer_names=["a", "b", "a"]))
+    for what in ("groups", "buffers"):
+        twice = {**cache, what: cache[what] + cache[what][:1]}
+        assert f"{what[:-1]} full is described twice" in refused(fields_of(HELLO) | {"cache": twice})
+
+
+def test_many_layers_are_looked_through_at_once() -> None:
+    """A description of the greatest size costs no more than its bytes, whatever its names."""
+    names = [f"layers.{i}" for i in range(4095)]
+    one = fields_of(HELLO)["cache"]["buffers"][0]
+    buffers = [{**one, "name": f"b{i}", "layer_names": [*names, names[-1]]} for i in range(64)]
+    cache = {**fields_of(HELLO)["cache"], "buffers": buffers}
+    begun = time.monotonic()
+    assert "layers.4094 is described twice" in refused(fields_of(HELLO) | {"cache": cache})
+    assert time.monotonic() - begun < 2.0
+
+
+@pytest.mark.parametrize("tp_size", [0, -1, 1025, "2", None])
+def test_ranks_are_bounded(tp_size: object) -> None:
+    assert "tp_size" in refused(fields_of(HELLO) | {"cache": fields_of(HELLO)["cache"] | {"tp_size": tp_size}})
+    assert "src_rank" in refused(fields_of(MESSAGES[6]) | {"src_rank": tp_size or -1})
+
+
+@pytest.mark.parametrize(("message", "sides"), [(HELLO, ("9", "2")), (WELCOME, ("2", "9"))])
 def test_another_version_is_refused_by_field_even_with_unknown_fields(message: Message, sides: tuple[str, str]) -> None:
     future = {"type": fields_of(message)["type"], "protocol": 9, "of_the_future": True}
     with pytest.raises(IncompatiblePeer) as caught:
@@ -229,7 +306,15 @@ def test_lists_are_bounded() -> None:
 
 
 def test_block_ids_and_generations_must_match() -> None:
-    assert "2 block_ids and 1 generations" in refused(fields_of(MESSAGES[4]) | {"generations": [1]})
+    groups = [{"block_ids": [4, 0], "generations": [1]}]
+    assert "2 block_ids and 1 generations" in refused(fields_of(MESSAGES[4]) | {"groups": groups})
+
+
+@pytest.mark.parametrize(
+    "groups", [[], [{"block_ids": [], "generations": []}] * 65, [[]], None], ids=lambda x: str(x)[:9]
+)
+def test_a_grant_has_a_bounded_number_of_groups(groups: object) -> None:
+    assert "groups" in refused(fields_of(MESSAGES[4]) | {"groups": groups})
 
 
 @pytest.mark.parametrize(
@@ -238,7 +323,7 @@ def test_block_ids_and_generations_must_match() -> None:
         Complete(request_id="r", first_token=0, num_tokens=1, nbytes=2**64),
         Release(request_id="not an id"),
         Failure(request_id="r", phase="x", reason="y" * ((1 << 20) + 1)),
-        Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=bytes(MAX_MESSAGE_BYTES)),
+        Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=bytes(MAX_MESSAGE_BYTES)),
     ],
     ids=["overflow", "bad id", "long text", "too large"],
 )

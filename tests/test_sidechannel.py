@@ -160,7 +160,7 @@ def test_several_dialers_hear_only_their_own_answers(make: Make) -> None:
 def test_large_messages_pass_whole(make: Make) -> None:
     server = make(Server, echo=True)
     client = make(Client, server.address)
-    message = Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=os.urandom(8 << 20))
+    message = Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=os.urandom(8 << 20))
     client.end.send(message)
     assert client.messages.get(timeout=PATIENCE) == message
 
@@ -248,7 +248,7 @@ def test_close_lets_large_messages_leave(make: Make) -> None:
     client = make(Client, server.address, silence_s=PATIENCE)
     client.end.send(release(0))
     peer, _ = server.messages.get(timeout=PATIENCE)
-    message = Reference(request_id="r", layer=0, token_start=0, token_stop=1, data=bytes(60 << 20))
+    message = Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=bytes(60 << 20))
     server.end.send(peer, message)
     server.end.close(linger_s=PATIENCE)
     client.losses.get(timeout=PATIENCE)

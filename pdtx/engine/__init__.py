@@ -1,19 +1,25 @@
 """A request's life on either side of a transfer: KVProducer in the prefill node, KVConsumer in the decode node."""
 
 from pdtx.engine.consumer import KVConsumer
-from pdtx.engine.describe import check_compatible, describe_cache, layout_of
+from pdtx.engine.describe import BufferFacts, CacheFacts, describe_cache, facts_of
 from pdtx.engine.inbound import InboundRequest
-from pdtx.engine.producer import KVProducer, OutboundRequest
+from pdtx.engine.matching import Match, check_compatible, match_caches
+from pdtx.engine.outbound import OutboundRequest
+from pdtx.engine.producer import KVProducer
 from pdtx.engine.timing import TransferTimes, union_seconds
 
 __all__ = [
+    "BufferFacts",
+    "CacheFacts",
     "InboundRequest",
     "KVConsumer",
     "KVProducer",
+    "Match",
     "OutboundRequest",
     "TransferTimes",
     "check_compatible",
     "describe_cache",
-    "layout_of",
+    "facts_of",
+    "match_caches",
     "union_seconds",
 ]

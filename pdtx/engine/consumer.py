@@ -1,39 +1,34 @@
-"""The consumer: grants blocks of the decode node's cache, receives K/V into them, verifies, and hands requests over."""
+"""The consumer: grants blocks of the decode node's cache, receives into them, verifies, and hands requests over."""
 
 import logging
 import queue
-import secrets
 import threading
 import time
 import uuid
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from pdtx import __version__
 from pdtx.address import join_address, parse_address
-from pdtx.cache import BlockAllocator, PagedKVCache, Verification
-from pdtx.engine.describe import check_compatible, layout_of
+from pdtx.cache import GroupAllocator, KVCaches, Verification
+from pdtx.engine.arrivals import Arrivals
+from pdtx.engine.describe import facts_of
+from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
+from pdtx.engine.handshake import make_reject, make_welcome, open_session
 from pdtx.engine.inbound import InboundRequest, InboundState, Session
+from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.verifier import Verifier
 from pdtx.errors import (
-    AuthenticationFailed,
     DeadlineExceeded,
-    IncompatiblePeer,
-    OutOfBlocks,
     PdtxError,
     PeerLost,
     ProtocolError,
     TransferError,
-    TransferRefused,
     VerificationError,
 )
-from pdtx.layout import KVCacheLayout
-from pdtx.plan import Endpoint, build_plan
+from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
-    PROTOCOL_VERSION,
     Bye,
     CacheDescription,
     Complete,
@@ -46,13 +41,11 @@ from pdtx.protocol import (
     Message,
     Reference,
     Refuse,
-    Reject,
     Release,
     TransferRequest,
-    Welcome,
 )
 from pdtx.sidechannel import Listener, Security
-from pdtx.transports import Mover, Placement, Region, TransferKey
+from pdtx.transports import Mover
 
 logger = logging.getLogger(__name__)
 
@@ -65,32 +58,32 @@ class KVConsumer:
     cache; finish() or fail() ends it. Blocks return to the pool when no payload can still be written into them.
 
     verify: whether memory is poisoned between uses, which verify() relies on.
-    plan_layout: the layout to plan with instead of the cache's own: a deliberate fault, for tests.
+    plan_layout: the layout to plan the first buffer with instead of its own: a deliberate fault, for tests.
     """
 
     def __init__(
         self,
-        cache: PagedKVCache,
+        cache: KVCaches,
         description: CacheDescription,
         mover: Mover,
         *,
         verify: bool,
         max_deadline_s: float = 600.0,
-        plan_layout: KVCacheLayout | None = None,
+        plan_layout: Layout | None = None,
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
         self.verifies, self.max_deadline_s = verify, max_deadline_s
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
-        self.allocator = BlockAllocator(cache.num_blocks, self._poison if verify else None)
+        pools = {group.name: group.num_blocks for group in cache.groups}
+        self.allocator = GroupAllocator(pools, self._poison if verify else None)
+        self._facts = facts_of(description, whose="this node's")
+        self._lock = threading.RLock()
+        self.receiver = PayloadReceiver(cache, self.allocator, self, self._lock, plan_layout)
         self._verifier = Verifier(cache, self.allocator, self._send)
-        self._plan_layout = plan_layout or cache.layout
-        self._region = Region(cache.memory)
         self._sessions: dict[str, Session] = {}
         self._requests: dict[tuple[str, str], InboundRequest] = {}  # (session id, request id)
-        self._queued: list[InboundRequest] = []
-        self._placing: dict[tuple[str, TransferKey], InboundRequest] = {}  # payloads arriving now
+        self._queue = GrantQueue(cache.groups, self.allocator)
         self._ready: queue.SimpleQueue[InboundRequest | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, name="pdtx-reaper", daemon=True)
         self.num_ended = 0
@@ -98,8 +91,11 @@ class KVConsumer:
         self._listener: Listener | None = None
         self._endpoints: list[DataEndpoint] = []
 
-    def _poison(self, ids: Int64s) -> None:
-        self.cache.poison(torch.as_tensor(ids, device=self.cache.device))
+    def _poison(self, group: int, ids: Int64s) -> None:
+        blocks = torch.as_tensor(ids, device=self.cache.device)
+        for buffer in self.cache.buffers:
+            if buffer.group == group:
+                buffer.poison(blocks)
 
     # -- serving ----------------------------------------------------------------------------------------------------
 
@@ -109,7 +105,7 @@ class KVConsumer:
         Raises AddressInUse, or InputError, for a wildcard address among others if the mover has none to advertise.
         """
         host, _ = parse_address(address)
-        bound = self.mover.listen(join_address(host, data_port), self)
+        bound = self.mover.listen(join_address(host, data_port), self.receiver)
         self._endpoints = [DataEndpoint(mover=self.mover.name, address=bound)]
         with self._lock:  # a producer may say hello before this returns
             self._listener = Listener(address, self._on_message, self._on_lost, security=security)
@@ -119,7 +115,7 @@ class KVConsumer:
     def close(self) -> None:
         """End every request and stop serving. Idempotent."""
         self._closing.set()
-        self._fail_where(lambda _: True, PeerLost(f"{self.engine_id} is closing"))
+        self.fail_where(lambda _: True, PeerLost(f"{self.engine_id} is closing"))
         self._ready.put(None)
         if self._reaper.is_alive():
             self._reaper.join()
@@ -128,7 +124,7 @@ class KVConsumer:
             self._listener.close()
 
     def next_ready(self, timeout_s: float) -> InboundRequest | None:
-        """Return the next request whose K/V have all arrived; None after timeout_s.
+        """Return the next request whose cache has all arrived; None after timeout_s.
 
         Its blocks stay out of the pool, whatever becomes of it, until let_go(): the caller may write them.
         """
@@ -146,7 +142,7 @@ class KVConsumer:
         """Say that the caller of next_ready() will not touch the request's blocks any more."""
         if request.blocks is not None:
             self.allocator.unhold(request.blocks)
-            self._grant_queued()
+            self.grant_queued()
 
     # -- the end of a request, on the decode loop's thread -------------------------------------------------------------
 
@@ -188,20 +184,28 @@ class KVConsumer:
             self.num_ended += 1
             self.num_failed += error is not None
             self._requests.pop((request.session.session_id, request.request_id), None)
-            if request in self._queued:
-                self._queued.remove(request)
+            self._queue.remove(request)
             blocks = request.blocks
         request.references.put(error or PeerLost("the request has ended"))
         if blocks is not None:
             self.allocator.free(blocks)
         # Also for one that only waited: it may have stood before others that fit.
-        self._grant_queued()
+        self.grant_queued()
         return True
 
-    def _fail_session(self, session: Session, error: PdtxError) -> None:
-        self._fail_where(lambda request: request.session is session, error, tell=False)
+    def session(self, session_id: str) -> Session | None:
+        """Return a session, if there is one. Called under the lock."""
+        return self._sessions.get(session_id)
 
-    def _fail_where(self, which: Callable[[InboundRequest], bool], error: PdtxError, *, tell: bool = True) -> None:
+    def request(self, session_id: str, request_id: str) -> InboundRequest | None:
+        """Return a request that has not ended, if there is one. Called under the lock."""
+        return self._requests.get((session_id, request_id))
+
+    def _fail_session(self, session: Session, error: PdtxError) -> None:
+        self.fail_where(lambda request: request.session is session, error, tell=False)
+
+    def fail_where(self, which: Callable[[InboundRequest], bool], error: PdtxError, *, tell: bool = True) -> None:
+        """End all requests of a kind as failed."""
         with self._lock:
             requests = [request for request in self._requests.values() if which(request)]
         for request in requests:
@@ -214,7 +218,9 @@ class KVConsumer:
             with self._lock:
                 late = [request for request in self._requests.values() if request.deadline < now]
             for request in late:
-                detail = f"{request.received_bytes} bytes received; missing {request.missing() or 'nothing'}"
+                with self._lock:  # payloads may arrive while we look
+                    missing = request.missing() or "nothing is missing"
+                detail = f"{request.received_bytes} bytes received; {missing}"
                 waited = round(request.deadline - request.begun, 3)
                 self.fail(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
 
@@ -258,83 +264,55 @@ class KVConsumer:
         if listener is None:
             return
         try:
-            if hello.protocol != PROTOCOL_VERSION:
-                advice = "run the same pdtx on both sides"
-                raise IncompatiblePeer("protocol", str(hello.protocol), str(PROTOCOL_VERSION), advice)
-            check_compatible(hello.cache, self.description)
-            layout = layout_of(hello.cache)
-        except IncompatiblePeer as error:
-            logger.warning("refused %s: %s", hello.engine_id, error)
-            reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
-            listener.send(peer, reject)
-            return
+            session = open_session(peer, hello, self._facts)
         except ProtocolError as error:
             logger.warning("refused %s: %s", hello.engine_id, error)
-            listener.send(peer, Reject(field="cache", producer=str(error)[:1000], consumer="a possible layout"))
+            listener.send(peer, make_reject(error))
             return
         self._on_lost(peer, "it said hello again")
-        session = Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), layout)
+        if session.match.not_sent:
+            logger.warning("%s has %s, not sent here", session.engine_id, session.match.not_sent_text)
         with self._lock:
             self._sessions[session.session_id] = session
-        welcome = Welcome(
-            protocol=PROTOCOL_VERSION,
-            pdtx_version=__version__,
-            engine_id=self.engine_id,
-            incarnation=session.session_id,
-            session_id=session.session_id,
-            token=session.token,
-            cache=self.description,
-            data_endpoints=self._endpoints,
-            lease_s=self.max_deadline_s,
-            verify="reference" if self.verifies else "off",
+        welcome = make_welcome(
+            session, self.engine_id, self._endpoints, lease_s=self.max_deadline_s, verifies=self.verifies
         )
         listener.send(peer, welcome)
 
     def _on_request(self, session: Session, ask: TransferRequest) -> None:
-        problem = self._problem(session, ask)
+        problem, needs = self._problem(session, ask), needs_of(self.cache.groups, ask)
+        problem = problem or self._queue.impossible(needs)
         if problem is not None:
             self._send(session, Refuse(request_id=ask.request_id, reason=problem))
             return
-        shape = (self.cache.num_layers, len(ask.token_ids))
+        matches = session.match.buffers
+        arrivals = Arrivals(matches, [needs[match.group].positions for match in matches])
         deadline = time.monotonic() + min(ask.deadline_s, self.max_deadline_s)
-        request = InboundRequest(session, ask, np.zeros(shape, bool), np.zeros(shape, bool), deadline)
+        request = InboundRequest(session, ask, needs, arrivals, deadline)
         with self._lock:
             self._requests[session.session_id, ask.request_id] = request
-            self._queued.append(request)
-        self._grant_queued()
+            self._queue.add(request)
+        self.grant_queued()
 
     def _problem(self, session: Session, ask: TransferRequest) -> str | None:
-        """Say why a request can never be granted, if it cannot."""
+        """Say what is wrong with a request, if anything."""
         if not ask.token_ids:
             return "the prompt has no tokens"
         if (session.session_id, ask.request_id) in self._requests:
             return f"request id {ask.request_id} is in use"
-        needed, most = self._blocks_needed(ask), self.cache.num_blocks - 1
-        if needed > most:
-            return f"it needs {needed} blocks and the pool has {most}; start the decode node with more --num-blocks"
         return None
 
-    def _blocks_needed(self, ask: TransferRequest) -> int:
-        return -(-(len(ask.token_ids) + ask.max_tokens) // self.cache.spec.block_size)
-
-    def _grant_queued(self) -> None:
-        """Grant blocks to waiting requests, first come first served, as long as there are enough."""
+    def grant_queued(self) -> None:
+        """Grant blocks to waiting requests, first come first served, as long as there are enough in every group."""
         while True:
             with self._lock:
-                if not self._queued:
+                request = self._queue.next()
+                if request is None:
                     return
-                request = self._queued[0]
-                try:
-                    request.blocks = self.allocator.allocate(self._blocks_needed(request.ask))
-                except OutOfBlocks:
-                    return
-                self._queued.pop(0)
-                request.num_granted = -(-request.num_tokens // self.cache.spec.block_size)
                 request.state = InboundState.RECEIVING
                 grant = Grant(
                     request_id=request.request_id,
-                    block_ids=request.granted_ids.tolist(),
-                    generations=request.blocks.generations[: request.num_granted].tolist(),
+                    groups=granted_blocks(request),
                     deadline_s=max(0.0, request.deadline - time.monotonic()),
                 )
             self._send(request.session, grant)
@@ -368,72 +346,9 @@ class KVConsumer:
                 request.complete, request.state = complete, InboundState.READY
                 self._ready.put(request)
                 return
-        claims = (
-            f"claims {complete.nbytes} bytes, noticed {noticed}, received {received}; missing {missing or 'nothing'}"
-        )
+        claims = f"claims {complete.nbytes} bytes, noticed {noticed}, received {received}"
+        if missing is not None:
+            claims = f"{missing} ({claims})"
         self.fail(
             request, TransferError(f"{request.session.engine_id} completed {request.request_id} wrongly: {claims}")
-        )
-
-    # -- payloads, on the mover's threads (the Receiver protocol) ----------------------------------------------------
-
-    def admit(self, session_id: str) -> bytes:
-        """Return the token of a session."""
-        with self._lock:
-            session = self._sessions.get(session_id)
-        if session is None:
-            raise AuthenticationFailed("no such session")
-        return session.token
-
-    def place(self, session_id: str, key: TransferKey) -> Placement:
-        """Plan where a payload goes, from this side's own facts."""
-        with self._lock:
-            request = self._requests.get((session_id, key.request_id))
-            if request is None or request.blocks is None or request.state is not InboundState.RECEIVING:
-                raise TransferRefused(f"{key} was not granted")
-            request.expect(key)
-            self.allocator.hold(request.blocks)
-            self._placing[session_id, key] = request
-        source = request.session.layout
-        # The order of the stream depends on the source's layout but not on its block ids, so any will do.
-        stand_in = np.arange(-(-request.num_tokens // source.block_size), dtype=np.int64)
-        try:
-            plan = build_plan(
-                Endpoint(source, stand_in),
-                Endpoint(self._plan_layout, request.granted_ids),
-                range(key.token_start, key.token_stop),
-                range(key.layer_start, key.layer_stop),
-                merge=False,
-            )
-        except PdtxError:
-            self._unplace(session_id, key)
-            raise
-        slices = plan.flat.destination()
-        with self._lock:
-            request.received_runs += len(slices)
-        return Placement(self._region, slices, request.deadline)
-
-    def _unplace(self, session_id: str, key: TransferKey) -> InboundRequest:
-        """Note that nothing writes for key any more; the request may have ended meanwhile."""
-        with self._lock:
-            request = self._placing.pop((session_id, key))
-        if request.blocks is not None:
-            self.allocator.unhold(request.blocks)
-            self._grant_queued()
-        return request
-
-    def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
-        """Account for a payload that has arrived, or stopped."""
-        if error is None:
-            with self._lock:
-                self._placing[session_id, key].arrive(key, nbytes)
-        request = self._unplace(session_id, key)
-        if error is not None:
-            self.fail(request, error)
-
-    def closed(self, session_id: str, reason: str) -> None:
-        """Fail what a producer had under way when its data connection ended."""
-        lost = PeerLost(f"the data connection ended: {reason}")
-        self._fail_where(
-            lambda request: request.session.session_id == session_id and request.state is InboundState.RECEIVING, lost
         )

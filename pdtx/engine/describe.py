@@ -1,86 +1,117 @@
-"""What a node tells its peer about its cache, and whether two caches can exchange K/V at all."""
+"""What a node tells its peer about its cache, and what is made of a description that a peer has sent."""
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdtx.errors import IncompatiblePeer, PdtxError, ProtocolError
-from pdtx.kvspec import dtype_size
-from pdtx.layout import Axis, KVCacheLayout
-from pdtx.protocol import AxisDescription, CacheDescription, LayoutDescription
+from pdtx.engine.specs import spec_fields, spec_of
+from pdtx.errors import PdtxError, ProtocolError
+from pdtx.kvspec import KVCacheSpec
+from pdtx.layout import AnyLayout, Layout, any_layout
+from pdtx.parallel import rank_spec
+from pdtx.protocol import BufferDescription, CacheDescription, GroupDescription
 
 if TYPE_CHECKING:
-    from pdtx.cache import PagedKVCache
+    from pdtx.cache import KVCaches, PagedBuffer
 
 
-def describe_cache(cache: "PagedKVCache", *, model: str, fingerprint: str) -> CacheDescription:
+@dataclass(frozen=True)
+class BufferFacts:
+    """A buffer as its description makes it. spec: of one layer of the whole model; layout: of one rank."""
+
+    name: str
+    group: int
+    spec: KVCacheSpec
+    layer_names: Sequence[str]
+    layout: AnyLayout
+
+
+@dataclass(frozen=True)
+class CacheFacts:
+    """A node's cache as its description makes it."""
+
+    description: CacheDescription
+    buffers: tuple[BufferFacts, ...]
+
+    @property
+    def groups(self) -> Sequence[GroupDescription]:
+        """The groups, in the order in which buffers name them."""
+        return self.description.groups
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.description.tp_size
+
+
+def describe_cache(cache: "KVCaches", *, model: str, fingerprint: str) -> CacheDescription:
     """Return the description that the handshake carries. fingerprint: of the model's config and weights."""
-    spec: dict[str, int | str | None] = {"kind": type(cache.spec).__name__}
-    spec |= {field.name: getattr(cache.spec, field.name) for field in fields(cache.spec)}
-    layout = cache.layout
-    axes = [AxisDescription(name=axis.name, extent=axis.extent, stride=axis.stride) for axis in layout.axes]
+    groups = [
+        GroupDescription(
+            name=group.name,
+            kind=group.kind,
+            block_size=group.block_size,
+            num_blocks=group.num_blocks,
+            encoder_positions=group.encoder_positions,
+        )
+        for group in cache.groups
+    ]
     return CacheDescription(
-        spec=spec,
         model=model,
         fingerprint=fingerprint,
-        num_layers=cache.num_layers,
-        num_blocks=cache.num_blocks,
-        layout=LayoutDescription(name=layout.name, axes=axes, itemsize=layout.itemsize, size_bytes=layout.size_bytes),
         device=str(cache.device),
+        groups=groups,
+        buffers=[_describe_buffer(buffer, cache.groups[buffer.group].name) for buffer in cache.buffers],
+        tp_size=cache.tp_size,
     )
 
 
-def layout_of(description: CacheDescription) -> KVCacheLayout:
-    """Rebuild a peer's layout from its description.
+def _describe_buffer(buffer: "PagedBuffer", group: str) -> BufferDescription:
+    layout: Layout = buffer.layout
+    split = layout.blocks_per_manager_block > 1
+    return BufferDescription(
+        name=buffer.name,
+        group=group,
+        spec=spec_fields(buffer.spec),
+        layer_names=list(buffer.layer_names),
+        layout=layout.name,
+        size_bytes=layout.size_bytes,
+        kernel_block_size=layout.block_size if split else None,
+    )
 
-    Raises ProtocolError if it is impossible or does not fit the spec beside it.
+
+def facts_of(description: CacheDescription, *, whose: str = "the peer's") -> CacheFacts:
+    """Rebuild a node's specs and layouts from its description: by their names, with no stride of a peer's.
+
+    whose: for messages. Raises ProtocolError if they cannot be, or come to another size than the description says.
     """
-    wire, spec = description.layout, description.spec
-    try:
-        axes = tuple(Axis(axis.name, axis.extent, axis.stride) for axis in wire.axes)
-        layout = KVCacheLayout(wire.name, axes, wire.itemsize, wire.size_bytes)
-        itemsize = dtype_size(str(spec.get("dtype")))
-    except PdtxError as error:
-        raise ProtocolError(f"the peer's layout cannot be: {error}") from error
-    promised = {
-        "layer": description.num_layers,
-        "block": description.num_blocks,
-        "kv": 2,
-        "token": spec.get("block_size"),
-        "head": spec.get("num_kv_heads"),
-        "channel": spec.get("head_size"),
-    }
-    for name, extent in promised.items():
-        if layout.extent(name) != extent:
-            raise ProtocolError(f"the peer's layout has {layout.extent(name)} on axis {name}, its spec says {extent}")
-    if layout.itemsize != itemsize:
-        raise ProtocolError(f"the peer's layout has elements of {layout.itemsize} bytes, its spec {spec.get('dtype')}")
-    return layout
+    groups = [group.name for group in description.groups]
+    facts = list[BufferFacts]()
+    for wire in description.buffers:
+        at = groups.index(wire.group)
+        group = description.groups[at]
+        try:
+            facts.append(_buffer_facts(wire, at, group, description.tp_size))
+        except PdtxError as error:
+            raise ProtocolError(f"{whose} buffer {wire.name} cannot be: {error}") from error
+    return CacheFacts(description, tuple(facts))
 
 
-def check_compatible(producer: CacheDescription, consumer: CacheDescription) -> None:
-    """Raise IncompatiblePeer, naming the first field that differs and both values, unless K/V can be exchanged.
-
-    Layouts, block sizes that divide one another, pool sizes and devices may differ: the plan bridges them.
-    """
-    mine, theirs = producer.spec, consumer.spec
-    must_agree = [
-        (
-            "fingerprint",
-            producer.fingerprint,
-            consumer.fingerprint,
-            f"the models are {producer.model} and {consumer.model}",
-        ),
-        ("num_layers", producer.num_layers, consumer.num_layers, ""),
-        ("tp_size", producer.tp_size, consumer.tp_size, "start both sides with the same tensor-parallel size"),
-    ]
-    names = [name for name in dict.fromkeys((*mine, *theirs)) if name != "block_size"]
-    advice = {"dtype": "give both sides the same --dtype; K/V are shipped as they are, never converted"}
-    differing = [(name, mine.get(name), theirs.get(name), advice.get(name, "")) for name in names]
-    # The spec first: "dtype" says more than a fingerprint that differs because of it.
-    for field, ours, other, hint in (*differing, *must_agree):
-        if ours != other:
-            raise IncompatiblePeer(field, str(ours), str(other), hint)
-    sizes = mine.get("block_size"), theirs.get("block_size")
-    small, large = sorted(size if isinstance(size, int) else 0 for size in sizes)
-    if small < 1 or large % small:
-        raise IncompatiblePeer("block_size", str(sizes[0]), str(sizes[1]), "one must be a multiple of the other")
+def _buffer_facts(wire: BufferDescription, at: int, group: GroupDescription, tp_size: int) -> BufferFacts:
+    spec = spec_of(wire.spec)
+    if group.kind != "state" and spec.block_size != group.block_size:
+        raise ProtocolError(f"its blocks hold {spec.block_size} tokens, those of group {group.name} {group.block_size}")
+    layout = any_layout(
+        wire.layout,
+        rank_spec(spec, tp_size),
+        num_layers=len(wire.layer_names),
+        num_blocks=group.num_blocks,
+        kernel_block_size=wire.kernel_block_size,
+    )
+    if layout.size_bytes != wire.size_bytes:
+        raise ProtocolError(
+            f"layout {layout.name} comes to {layout.size_bytes} bytes here and to {wire.size_bytes} there; "
+            "run the same pdtx on both sides"
+        )
+    layout.require_movable()
+    return BufferFacts(wire.name, at, spec, wire.layer_names, layout)

@@ -6,25 +6,24 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
-from pdtx.cache import Blocks
-from pdtx.errors import PdtxError, TransferRefused
-from pdtx.layout import KVCacheLayout
+from pdtx.cache import GroupBlocks
+from pdtx.engine.arrivals import Arrivals
+from pdtx.engine.matching import Match
+from pdtx.errors import PdtxError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Reference, TransferRequest
-from pdtx.transports import TransferKey
 
 
 @dataclass(frozen=True)
 class Session:
-    """One producer: its side-channel address, data token and layout."""
+    """One producer: its side-channel address, data token, and how its cache matches this one."""
 
     session_id: str
     peer: bytes = field(repr=False)
     engine_id: str
     token: bytes = field(repr=False)
-    layout: KVCacheLayout = field(repr=False)
+    match: Match = field(repr=False)
 
 
 class InboundState(Enum):
@@ -36,21 +35,34 @@ class InboundState(Enum):
     ENDED = "nothing"
 
 
+@dataclass(frozen=True)
+class GroupNeed:
+    """What a request needs of one group.
+
+    positions: what is moved of the prompt. blocks: the places of the block table that need blocks, for the prompt and
+    the tokens to come; before them it holds the null block. granted: those of them that the producer may write.
+    """
+
+    positions: range
+    blocks: range
+    granted: range
+
+
 @dataclass
 class InboundRequest:
     """One request on its way in. Changed only under the consumer's lock, but for what the decode loop owns.
 
-    blocks: the prompt's blocks, then those for the tokens to come; the producer is granted the first num_granted.
+    needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
     """
 
     session: Session
     ask: TransferRequest
-    arrived: npt.NDArray[np.bool_]  # (layers, tokens): bytes are in the cache
-    expected: npt.NDArray[np.bool_]  # the same: placed, perhaps still arriving
+    needs: tuple[GroupNeed, ...]
+    arrivals: Arrivals
     deadline: float
     begun: float = field(default_factory=time.monotonic)
-    blocks: Blocks | None = None
-    num_granted: int = 0
+    blocks: GroupBlocks | None = None
+    tables: tuple[Int64s, ...] = ()
     state: InboundState = InboundState.QUEUED
     received_bytes: int = 0
     received_runs: int = 0
@@ -69,30 +81,20 @@ class InboundRequest:
         """Tokens of the prompt."""
         return len(self.ask.token_ids)
 
-    @property
-    def granted_ids(self) -> Int64s:
-        """The blocks the producer may write."""
-        return self.blocks.ids[: self.num_granted] if self.blocks is not None else np.zeros(0, np.int64)
+    def take(self, blocks: GroupBlocks) -> None:
+        """Fill the block tables with blocks, which are as many as needs say."""
+        self.blocks = blocks
+        tables = list[Int64s]()
+        for need, taken in zip(self.needs, blocks.groups, strict=True):
+            table = np.zeros(need.blocks.stop, np.int64)
+            table[need.blocks.start :] = taken.ids
+            tables.append(table)
+        self.tables = tuple(tables)
 
-    def expect(self, key: TransferKey) -> None:
-        """Note that key's payload is coming. Raises TransferRefused if it is outside the request or came before."""
-        layers, tokens = self.arrived.shape
-        if not (0 <= key.layer_start < key.layer_stop <= layers and 0 <= key.token_start < key.token_stop <= tokens):
-            raise TransferRefused(f"{key} is not a part of {layers} layers x {tokens} tokens")
-        part = self.expected[key.layer_start : key.layer_stop, key.token_start : key.token_stop]
-        if part.any():
-            raise TransferRefused(f"{key} was received before")
-        part[:] = True
-
-    def arrive(self, key: TransferKey, nbytes: int) -> None:
-        """Note that key's payload lies in the cache."""
-        self.arrived[key.layer_start : key.layer_stop, key.token_start : key.token_stop] = True
-        self.received_bytes += nbytes
+    def granted(self, group: int) -> Int64s:
+        """A group's block table as far as the producer may write it, the null block where it may not."""
+        return self.tables[group][: self.needs[group].granted.stop]
 
     def missing(self) -> str | None:
-        """Name the first part that has not arrived, if any."""
-        absent = np.argwhere(~self.arrived)
-        if not len(absent):
-            return None
-        layer, token = (int(x) for x in absent[0])
-        return f"{len(absent)} of {self.arrived.size} layer x token slices, first layer {layer} token {token}"
+        """Say what has not arrived, see Arrivals."""
+        return self.arrivals.missing()

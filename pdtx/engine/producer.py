@@ -1,19 +1,21 @@
-"""The producer: ships a request's K/V out of the prefill node's cache, layer by layer, and waits for its end."""
+"""The producer: ships a request's cache out of the prefill node, layer by layer, and waits for its end."""
 
 import logging
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from pdtx import __version__
-from pdtx.cache import BlockAllocator, Blocks, PagedKVCache, record_fence
-from pdtx.engine.describe import check_compatible, layout_of
-from pdtx.engine.timing import Interval, TransferTimes
+from pdtx.cache import GroupAllocator, KVCaches, record_fence
+from pdtx.engine.describe import facts_of
+from pdtx.engine.handshake import choose_endpoint, make_hello, match_welcome
+from pdtx.engine.matching import Match
+from pdtx.engine.outbound import OutboundRequest, Piece
+from pdtx.engine.shipping import Shipper
 from pdtx.errors import (
     DeadlineExceeded,
     IncompatiblePeer,
@@ -24,16 +26,12 @@ from pdtx.errors import (
     TransferError,
     VerificationError,
 )
-from pdtx.layout import KVCacheLayout
-from pdtx.plan import Endpoint, build_plan
 from pdtx.protocol import (
-    PROTOCOL_VERSION,
     CacheDescription,
     Complete,
     Failure,
     Finished,
     Grant,
-    Hello,
     LayerDone,
     Message,
     ReadReference,
@@ -45,79 +43,39 @@ from pdtx.protocol import (
     Welcome,
 )
 from pdtx.sidechannel import Dialer, Security
-from pdtx.transports import Connection, Mover, Region, TransferHandle, TransferKey
+from pdtx.transports import Connection, Mover, TransferHandle
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class OutboundRequest:
-    """One request on its way out. Everything below `blocks` belongs to the producer.
-
-    deadline: time.monotonic() by which the consumer must have finished it.
-    """
-
-    request_id: str
-    token_ids: Sequence[int]
-    blocks: Blocks
-    deadline: float
-    begun: float = field(default_factory=time.monotonic)
-    computed: float = float("nan")
-    first_token: int | None = None
-    grant: Grant | None = None
-    finished: Finished | None = None
-    error: PdtxError | None = None
-    waiting: list["Piece"] = field(default_factory=list)  # until the grant comes
-    unsent: int = 0  # slices that are computed and not acknowledged
-    nbytes: int = 0
-    num_runs: int = 0
-    prepare: float = 0.0
-    posts: list[Interval] = field(default_factory=list)
-    moves: list[Interval] = field(default_factory=list)
-    released: bool = False
-    completed: bool = False
-
-    @property
-    def times(self) -> TransferTimes:
-        """How long the transfers took so far."""
-        return TransferTimes.of(self.prepare, self.posts, self.moves, self.computed)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a request that is computed. fence: returns once the device has really written it."""
-
-    request: OutboundRequest
-    layers: range
-    tokens: range
-    fence: Callable[[], None]
 
 
 class KVProducer:
     """The prefill node's engine: one consumer, many requests. Safe to use from several threads.
 
-    The life of a request: begin() asks for a grant; layer_ready() as K/V are computed; computed() after the last one;
-    wait() for what the consumer made of it. Blocks are given back when the consumer releases them, or
+    The life of a request: begin() asks for a grant; layer_ready() as each layer is computed; computed() after the last
+    one; wait() for what the consumer made of it. Blocks are given back when the consumer releases them, or
     when the request has failed and no transfer reads them any more.
     """
 
     def __init__(
-        self, cache: PagedKVCache, description: CacheDescription, mover: Mover, *, engine_id: str | None = None
+        self, cache: KVCaches, description: CacheDescription, mover: Mover, *, engine_id: str | None = None
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
-        self.allocator = BlockAllocator(cache.num_blocks)
+        self.allocator = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
-        self._region = Region(cache.memory)
         self._requests: dict[str, OutboundRequest] = {}
         self._changed = threading.Condition()
         self._answer: queue.SimpleQueue[Welcome | PdtxError] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[Piece | ReadReference | None] = queue.SimpleQueue()
-        self._shipper: threading.Thread | None = None
+        self._shipper: Shipper | None = None
         self._dialer: Dialer | None = None
         self._connection: Connection | None = None
         self._lost: PdtxError | None = None
         self.consumer: Welcome | None = None
-        self._consumer_layout: KVCacheLayout | None = None
+        self._match: Match | None = None
+
+    @property
+    def not_sent(self) -> tuple[str, ...]:
+        """Layers of this cache that the consumer does not have, so that they stay here; empty before connect()."""
+        return self._match.not_sent if self._match is not None else ()
 
     # -- connecting -------------------------------------------------------------------------------------------------
 
@@ -129,37 +87,20 @@ class KVProducer:
         deadline = time.monotonic() + timeout_s
         self._dialer = Dialer(address, self._on_message, self._on_lost, security=security)
         self._dialer.connect(timeout_s)
-        self._dialer.send(self._hello())
+        self._dialer.send(make_hello(self.engine_id, self.description, self.mover.name))
         try:
             answer = self._answer.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise DeadlineExceeded("the handshake's answer", address, timeout_s) from None
         if isinstance(answer, PdtxError):
             raise answer
-        if answer.protocol != PROTOCOL_VERSION:
-            raise IncompatiblePeer(
-                "protocol", str(PROTOCOL_VERSION), str(answer.protocol), "run the same pdtx on both sides"
-            )
-        check_compatible(self.description, answer.cache)
-        self._consumer_layout = layout_of(answer.cache)
+        self._match = match_welcome(answer, facts_of(self.description, whose="this node's"))
         self.consumer = answer
-        endpoint = next((e for e in answer.data_endpoints if e.mover == self.mover.name), None)
-        if endpoint is None:
-            offered = ", ".join(e.mover for e in answer.data_endpoints)
-            raise IncompatiblePeer("mover", self.mover.name, offered, "choose one that both sides have")
+        if self.not_sent:
+            logger.warning("%s does not have %s: not sent", self.peer, self._match.not_sent_text)
+        endpoint = choose_endpoint(answer, self.mover.name)
         self._connection = self.mover.connect(endpoint.address, answer.session_id, answer.token, deadline)
-        self._shipper = threading.Thread(target=self._ship, name="pdtx-shipper", daemon=True)
-        self._shipper.start()
-
-    def _hello(self) -> Hello:
-        return Hello(
-            protocol=PROTOCOL_VERSION,
-            pdtx_version=__version__,
-            engine_id=self.engine_id,
-            incarnation=uuid.uuid4().hex,
-            cache=self.description,
-            movers=[self.mover.name],
-        )
+        self._shipper = Shipper(self.cache, self._match, self._connection, self)
 
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""
@@ -167,9 +108,7 @@ class KVProducer:
         if self._connection is not None:
             self._connection.close()
         if self._shipper is not None:
-            self._work.put(None)
-            self._shipper.join()
-            self._shipper = None
+            self._shipper.close()
         if self._dialer is not None:
             self._dialer.close()
 
@@ -183,8 +122,7 @@ class KVProducer:
         Raises OutOfBlocks, InputError for a request id in use, ProtocolError for a request that no message can carry,
         or what ended the session.
         """
-        blocks = self.allocator.allocate(-(-len(token_ids) // self.cache.spec.block_size))
-        request = OutboundRequest(request_id, token_ids, blocks, time.monotonic() + timeout_s)
+        request = self._take_blocks(request_id, token_ids, time.monotonic() + timeout_s)
         with self._changed:
             problem = self._lost or (
                 InputError(f"request id {request_id!r} is in use") if request_id in self._requests else None
@@ -192,7 +130,7 @@ class KVProducer:
             if problem is None:
                 self._requests[request_id] = request
         if problem is not None:
-            self.allocator.free(blocks)
+            self.allocator.free(request.blocks)
             raise problem
         message = TransferRequest(
             request_id=request_id,
@@ -208,20 +146,47 @@ class KVProducer:
             raise
         return request
 
-    def layer_ready(self, request: OutboundRequest, layer: int, start: int, stop: int) -> None:
-        """Ship one layer's tokens start..stop, which now lie in the cache; returns at once."""
-        piece = Piece(request, range(layer, layer + 1), range(start, stop), record_fence(self.cache.device))
+    def blocks_needed(self, num_tokens: int) -> list[int]:
+        """Return how many blocks a prompt of num_tokens takes of each group."""
+        return [len(group.table_blocks(num_tokens)) for group in self.cache.groups]
+
+    def _take_blocks(self, request_id: str, token_ids: Sequence[int], deadline: float) -> OutboundRequest:
+        """Take blocks in every group, and make the block tables. Raises OutOfBlocks, taking none."""
+        places = [group.table_blocks(len(token_ids)) for group in self.cache.groups]
+        blocks = self.allocator.allocate([len(place) for place in places])
+        sources = tuple(np.zeros(place.stop, np.int64) for place in places)
+        for source, place, taken in zip(sources, places, blocks.groups, strict=True):
+            source[place.start :] = taken.ids
+        tables = tuple(torch.as_tensor(source, device=self.cache.device) for source in sources)
+        return OutboundRequest(request_id, token_ids, blocks, tables, deadline, sources)
+
+    def layer_ready(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
+        """Ship what tokens start..stop have made of one layer of a buffer, which now lies in the cache.
+
+        Returns at once. Ships nothing for a layer that the consumer does not have, and only positions that it needs.
+        """
+        match = self._match.of_producer.get(buffer) if self._match is not None else None
+        ours = match.layer_index.get(layer) if match is not None else None
+        if match is None or ours is None or self._shipper is None:
+            return
+        positions = self.cache.groups[match.producer_group].ready(request.num_tokens, start, stop)
+        if not positions:
+            return
+        fence = record_fence(self.cache.device)
+        layers = range(ours, ours + 1)
+        pieces = [Piece(request, match, move, layers, positions, fence) for move in match.moves]
         with self._changed:
             if request.error is not None:
                 return
-            request.unsent += 1
+            request.unsent += len(pieces)
             if request.grant is None:
-                request.waiting.append(piece)
+                request.waiting += pieces
                 return
-        self._work.put(piece)
+        for piece in pieces:
+            self._shipper.put(piece)
 
     def computed(self, request: OutboundRequest, first_token: int) -> None:
-        """Say that all layers of all tokens were ready()ed, and what the first new token is."""
+        """Say that all layers of all tokens were layer_ready(), and what the first new token is."""
         with self._changed:
             request.computed, request.first_token = time.monotonic(), first_token
         self._complete_if_sent(request)
@@ -239,7 +204,7 @@ class KVProducer:
         if error is not None:
             raise error
         if finished is None:
-            detail = f"{request.nbytes} bytes shipped, {request.unsent} slices of them not acknowledged"
+            detail = f"{request.nbytes} bytes shipped, {request.unsent} pieces of them not acknowledged"
             waited = round(request.deadline - request.begun, 3)
             error = DeadlineExceeded(self._phase(request), self.peer, waited, detail)
             self.fail(request, error)
@@ -271,59 +236,36 @@ class KVProducer:
             return "prefill"
         return "the transfer" if not request.completed else "verification and decoding"
 
-    # -- shipping: one thread plans, the mover sends -----------------------------------------------------------------
+    # -- what the shipper tells, on its thread and the mover's --------------------------------------------------------
 
-    def _ship(self) -> None:
-        while (item := self._work.get()) is not None:
-            try:
-                if isinstance(item, ReadReference):
-                    self._answer_reference(item)
-                else:
-                    self._post(item.request, item.layers, item.tokens, item.fence)
-            except PdtxError as error:
-                self._not_shipped(item, error)
-            except Exception as error:
-                # A device that failed must not leave the other requests without their shipper.
-                logger.exception("shipping failed")
-                reason = " ".join(str(error).split())
-                self._not_shipped(item, TransferError(f"shipping failed: {type(error).__name__}: {reason}"))
-
-    def _not_shipped(self, item: Piece | ReadReference, error: PdtxError) -> None:
-        if isinstance(item, Piece):
-            self._drop(item.request, error)
-            return
+    def find(self, request_id: str) -> OutboundRequest | None:
+        """See ShippingEvents."""
         with self._changed:
-            request = self._requests.get(item.request_id)
+            return self._requests.get(request_id)
+
+    def on_read(self, answer: Reference) -> None:
+        """See ShippingEvents."""
+        self._send(answer)
+
+    def on_not_answered(self, ask: ReadReference, error: PdtxError) -> None:
+        """See ShippingEvents."""
+        request = self.find(ask.request_id)
         if request is not None:
             self.fail(request, error)
         else:
-            self._send(Failure(request_id=item.request_id, phase="verification", reason=str(error)[:1000]))
+            self._send(Failure(request_id=ask.request_id, phase="verification", reason=str(error)[:1000]))
 
-    def _drop(self, request: OutboundRequest, error: PdtxError) -> None:
-        """Fail a request whose slice will not arrive."""
-        # In this order: settled first, it would look like a request that is complete.
-        self.fail(request, error)
+    def on_dropped(self, request: OutboundRequest, error: PdtxError | None) -> None:
+        """See ShippingEvents."""
+        if error is not None:
+            # In this order: settled first, it would look like a request that is complete.
+            self.fail(request, error)
         self._settle(request)
 
-    def _post(self, request: OutboundRequest, layers: range, tokens: range, fence: Callable[[], None]) -> None:
-        grant, layout, connection = request.grant, self._consumer_layout, self._connection
-        if request.error is not None or grant is None or layout is None or connection is None:
-            self._settle(request)
-            return
-        began = time.monotonic()
-        here = Endpoint.of(self.cache.layout, request.blocks.ids)
-        plan = build_plan(here, Endpoint.of(layout, grant.block_ids), tokens, layers)
-        request.prepare += time.monotonic() - began
-        request.num_runs += len(plan.flat)
-        request.nbytes += plan.nbytes
-        fence()
-        key = TransferKey(request.request_id, layers.start, layers.stop, tokens.start, tokens.stop)
-        handle = connection.put(key, self._region, plan.flat, request.deadline)
-        handle.on_end(lambda ended: self._on_sent(request, ended))
-
-    def _on_sent(self, request: OutboundRequest, handle: TransferHandle) -> None:
+    def on_sent(self, request: OutboundRequest, handle: TransferHandle) -> None:
+        """See ShippingEvents."""
         if handle.error is not None:
-            self._drop(request, handle.error)
+            self.on_dropped(request, handle.error)
             return
         with self._changed:
             request.posts.append((handle.posted, handle.sent))
@@ -331,6 +273,9 @@ class KVProducer:
         key = handle.key
         notice = LayerDone(
             request_id=request.request_id,
+            buffer=key.buffer,
+            src_rank=key.src_rank,
+            dst_rank=key.dst_rank,
             layer_start=key.layer_start,
             layer_stop=key.layer_stop,
             token_start=key.token_start,
@@ -341,7 +286,7 @@ class KVProducer:
         self._settle(request)
 
     def _settle(self, request: OutboundRequest) -> None:
-        """Count one slice as no longer on its way."""
+        """Count one piece as no longer on its way."""
         with self._changed:
             request.unsent -= 1
         if request.error is not None or request.finished is not None:
@@ -358,7 +303,7 @@ class KVProducer:
         message = Complete(
             request_id=request.request_id,
             first_token=first_token,
-            num_tokens=len(request.token_ids),
+            num_tokens=request.num_tokens,
             nbytes=request.nbytes,
         )
         self._send(message)
@@ -375,11 +320,15 @@ class KVProducer:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for_blocks(self, count: int, timeout_s: float) -> bool:
-        """Wait until count blocks are free or the session has ended; whether they are."""
+    def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
+        """Wait until so many blocks of each group are free or the session has ended; whether they are."""
+
+        def over() -> bool:
+            return self._lost is not None or self.allocator.fits(counts)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None or self.allocator.num_free >= count, timeout_s)
-        return self.allocator.num_free >= count
+            self._changed.wait_for(over, timeout_s)
+        return self.allocator.fits(counts)
 
     # -- messages, on the side channel's thread ----------------------------------------------------------------------
 
@@ -394,7 +343,8 @@ class KVProducer:
             case Reject():
                 self._answer.put(IncompatiblePeer(message.field, message.producer, message.consumer, message.advice))
             case ReadReference():
-                self._work.put(message)
+                if self._shipper is not None:
+                    self._shipper.put(message)
             case Grant() | Refuse() | Failure() | Release() | Finished():
                 self._on_request_message(message)
             case _:
@@ -430,31 +380,22 @@ class KVProducer:
         return TransferError(text) if failure.wrong is None else VerificationError(text, failure.wrong)
 
     def _on_grant(self, request: OutboundRequest, grant: Grant) -> None:
+        """Let go what waits for the grant. Which blocks it names is checked by the plan, as everything is."""
+        if self._shipper is None or self._match is None:
+            return
+        groups = self._match.consumer.groups
+        if len(grant.groups) != len(groups):
+            text = f"{self.peer} granted blocks of {len(grant.groups)} groups and has {len(groups)}"
+            self.fail(request, ProtocolError(text))
+            return
+        destinations = tuple(np.asarray(group.block_ids, dtype=np.int64) for group in grant.groups)
         with self._changed:
             if request.grant is not None or request.error is not None:
                 return
-            request.grant = grant
+            request.grant, request.destinations = grant, destinations
             waiting, request.waiting = request.waiting, []
         for piece in waiting:
-            self._work.put(piece)
-
-    def _answer_reference(self, message: ReadReference) -> None:
-        with self._changed:
-            request = self._requests.get(message.request_id)
-        if request is None or request.released:
-            raise ProtocolError(f"request {message.request_id} is not here any more")
-        if message.layer >= self.cache.num_layers or message.token_stop > len(request.token_ids):
-            raise ProtocolError(f"layer {message.layer} token {message.token_stop} is beyond the request")
-        block_ids = torch.as_tensor(request.blocks.ids, device=self.cache.device)
-        data = self.cache.canonical(message.layer, block_ids, message.token_start, message.token_stop)
-        reference = Reference(
-            request_id=message.request_id,
-            layer=message.layer,
-            token_start=message.token_start,
-            token_stop=message.token_stop,
-            data=data.numpy().tobytes(),
-        )
-        self._send(reference)
+            self._shipper.put(piece)
 
     def _on_lost(self, reason: str) -> None:
         self._fail_all(PeerLost(f"lost {self.peer}: {reason}"))

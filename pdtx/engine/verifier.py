@@ -1,85 +1,116 @@
-"""Verification of a request: the consumer's cache against the producer's, element by element."""
+"""Verification of a request: every buffer of the consumer's cache against the producer's, element by element."""
 
 import queue
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 
-from pdtx.cache import BlockAllocator, PagedKVCache, Verification, compare, describe_mismatch
-from pdtx.cache.allocator import NULL_BLOCK
-from pdtx.cache.verify import NOTHING_COMPARED, Rows
-from pdtx.engine.inbound import InboundRequest, Session
+from pdtx.cache import GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
+from pdtx.cache.verify import NOTHING_COMPARED, Kind, Meant, Mismatch, Naming
+from pdtx.engine.inbound import GroupNeed, InboundRequest, Session
 from pdtx.errors import DeadlineExceeded, PdtxError, ProtocolError, VerificationError
+from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Message, ReadReference
 
 _REFERENCE_BYTES = 4 << 20
-"""Most bytes of source data asked for at once."""
+"""Most bytes of source data asked for at once, as far as a position is not more."""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """One buffer of a request: what of it was moved, and where it lies."""
+
+    index: int
+    buffer: PagedBuffer
+    naming: Naming
+    need: GroupNeed
+    table: Int64s
+
+    @property
+    def block_ids(self) -> torch.Tensor:
+        """The block table on the buffer's device."""
+        return torch.as_tensor(self.table, device=self.buffer.device)
+
+    def block_of(self, position: int) -> int:
+        """The block that holds a position."""
+        return int(self.table[position // self.buffer.block_size])
 
 
 class Verifier:
     """Compares requests that have arrived in cache with what their producers show. send: sends a producer a message."""
 
-    def __init__(
-        self, cache: PagedKVCache, allocator: BlockAllocator, send: Callable[[Session, Message], None]
-    ) -> None:
+    def __init__(self, cache: KVCaches, allocator: GroupAllocator, send: Callable[[Session, Message], None]) -> None:
         self._cache, self._allocator, self._send = cache, allocator, send
 
     def verify(self, request: InboundRequest) -> Verification:
         """See KVConsumer.verify."""
-        found = NOTHING_COMPARED
-        for layer, start, rows in self._references(request):
-            mine = self._cache.canonical(layer, self._block_ids(request), start, start + rows.shape[1])
-            found += compare(mine, rows, layer=layer, start=start, itemsize=self._cache.layout.itemsize)
-        if found.first is not None:
-            size = self._cache.spec.block_size
-            text = describe_mismatch(
-                found.first,
-                self._references(request),
-                lambda token: int(request.granted_ids[token // size]),
-                self._cache.layout.itemsize,
-            )
+        subjects = [self._subject(request, index) for index in range(len(self._cache.buffers))]
+        found, first = NOTHING_COMPARED, None
+        for subject in subjects:
+            result = self._compare(request, subject)
+            found += result
+            if first is None and result.first is not None:
+                first = subject, result.first
+        if first is not None:
+            text = self._describe(request, subjects, *first)
             raise VerificationError(f"{found.wrong} of {found.compared} elements are wrong; first: {text}", found.wrong)
-        strays = self._strays(request)
-        if strays:
-            raise VerificationError(f"{strays} 2-byte words outside the request's tokens were written", strays)
+        self._require_no_strays(request, subjects)
         return found
 
-    def _strays(self, request: InboundRequest) -> int:
-        """Count written words where no payload may lie: in free blocks, and in the request's blocks past its end."""
+    def _subject(self, request: InboundRequest, index: int) -> _Subject:
+        buffer = self._cache.buffers[index]
+        group = self._cache.groups[buffer.group]
+        parts, _, heads, _ = buffer.rows_shape(1)
+        kind: Kind = "state" if group.kind == "state" else "kv" if parts > 1 else "record"
+        naming = Naming(buffer.name, group.name, buffer.layer_names, kind, heads)
+        return _Subject(index, buffer, naming, request.needs[buffer.group], request.granted(buffer.group))
 
-        def count(ids: Int64s, from_token: int = 0) -> int:
-            return self._cache.unpoisoned(torch.as_tensor(ids, device=self._cache.device), from_token)
+    # -- what should be there ------------------------------------------------------------------------------------------
 
-        free = self._allocator.free_blocks()
-        written = self._cache.written_blocks().cpu().numpy()
-        # Blocks handed out while we looked may well have been written; all others must not.
-        untouched = self._allocator.untouched(free)
-        # The null block is nobody's, so it is nobody's to write.
-        untouched = np.append(untouched, NULL_BLOCK)
-        strays = count(untouched[written[untouched]])
-        if request.blocks is not None:
-            used = request.num_tokens % self._cache.spec.block_size
-            strays += count(request.blocks.ids[request.num_granted :])
-            strays += count(request.granted_ids[-1:], used) if used else 0
-        return strays
+    def _compare(self, request: InboundRequest, subject: _Subject) -> Verification:
+        """Compare all of a buffer that was moved, copies on other ranks included."""
+        buffer, found = subject.buffer, NOTHING_COMPARED
+        for meant in self._references(request, subject):
+            stop = meant.start + meant.rows.shape[1]
+            place = meant.layer, subject.block_ids, meant.start, stop
+            mine = buffer.canonical(*place)
+            found += compare(
+                mine,
+                meant.rows,
+                layer=meant.layer,
+                start=meant.start,
+                itemsize=buffer.itemsize,
+                naming=subject.naming,
+            )
+            differing = buffer.replicas_differ(*place) if buffer.tp_size > 1 else 0
+            if differing and found.first is None:
+                where = f"{subject.naming.where} {subject.naming.layer(meant.layer)} positions {meant.start}..{stop}"
+                raise VerificationError(
+                    f"{where}: {differing} elements differ between ranks that keep copies", differing
+                )
+        return found
 
-    def _block_ids(self, request: InboundRequest) -> torch.Tensor:
-        return torch.as_tensor(request.granted_ids, device=self._cache.device)
+    def _references(self, request: InboundRequest, subject: _Subject) -> Iterator[Meant]:
+        """Read what the producer has, a bounded piece at a time."""
+        positions = subject.need.positions
+        step = max(1, _REFERENCE_BYTES // subject.buffer.bytes_per_position)
+        for layer in range(subject.buffer.num_layers):
+            for start in range(positions.start, positions.stop, step):
+                yield self._read_reference(request, subject, layer, range(start, min(start + step, positions.stop)))
 
-    def _references(self, request: InboundRequest) -> Iterator[tuple[int, int, Rows]]:
-        """Read the producer's own K/V, a bounded piece at a time: (layer, first token, rows)."""
-        layout = self._cache.layout
-        step = max(1, _REFERENCE_BYTES // layout.bytes_per_token)
-        for layer in range(self._cache.num_layers):
-            for start in range(0, request.num_tokens, step):
-                stop = min(start + step, request.num_tokens)
-                yield layer, start, self._read_reference(request, layer, start, stop)
-
-    def _read_reference(self, request: InboundRequest, layer: int, start: int, stop: int) -> Rows:
-        ask = ReadReference(request_id=request.request_id, layer=layer, token_start=start, token_stop=stop)
+    def _read_reference(self, request: InboundRequest, subject: _Subject, layer: int, positions: range) -> Meant:
+        ask = ReadReference(
+            request_id=request.request_id,
+            buffer=subject.index,
+            layer=layer,
+            token_start=positions.start,
+            token_stop=positions.stop,
+        )
         self._send(request.session, ask)
         left = request.deadline - time.monotonic()
         try:
@@ -89,8 +120,54 @@ class Verifier:
             raise DeadlineExceeded("reference data to verify with", request.session.engine_id, waited) from None
         if isinstance(answer, PdtxError):
             raise answer
-        layout = self._cache.layout
-        shape = (2, stop - start, layout.extent("head"), layout.extent("channel") * layout.itemsize)
-        if (answer.layer, answer.token_start, len(answer.data)) != (layer, start, int(np.prod(shape))):
+        shape = subject.buffer.rows_shape(len(positions))
+        asked = ask.buffer, ask.layer, ask.token_start, ask.token_stop, prod(shape)
+        if (answer.buffer, answer.layer, answer.token_start, answer.token_stop, len(answer.data)) != asked:
             raise ProtocolError(f"{request.session.engine_id} answered with other reference data than asked for")
-        return torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(shape)
+        rows = torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(shape)
+        return Meant(layer, positions.start, rows, subject.naming)
+
+    def _describe(
+        self, request: InboundRequest, subjects: list[_Subject], subject: _Subject, mismatch: Mismatch
+    ) -> str:
+        """Name a wrong element and look for its true source, in its own buffer first."""
+        others = [other for other in subjects if other is not subject]
+        reference = (meant for each in (subject, *others) for meant in self._references(request, each))
+        return describe_mismatch(mismatch, reference, subject.block_of, subject.buffer.itemsize)
+
+    # -- what should not be there --------------------------------------------------------------------------------------
+
+    def _require_no_strays(self, request: InboundRequest, subjects: list[_Subject]) -> None:
+        """Raise VerificationError if anything was written beside a request's positions, in any buffer."""
+        strays = {subject.naming.where: self._strays(request, subject) for subject in subjects}
+        total = sum(strays.values())
+        if total:
+            where = ", ".join(f"{count} in {name}" for name, count in strays.items() if count)
+            raise VerificationError(f"{total} 2-byte words outside the request's tokens were written: {where}", total)
+
+    def _strays(self, request: InboundRequest, subject: _Subject) -> int:
+        """Count written words where no payload may lie: in free blocks, and in the request's beside its positions."""
+        buffer, group = subject.buffer, subject.buffer.group
+
+        def count(ids: Int64s, from_position: int = 0) -> int:
+            return buffer.unpoisoned(torch.as_tensor(ids, device=buffer.device), from_position)
+
+        free = self._allocator.free_blocks()
+        written = buffer.written_blocks().cpu().numpy()
+        # Blocks handed out while we looked may well have been written; all others must not.
+        # The null block is nobody's, so it is nobody's to write.
+        untouched = np.append(self._allocator.untouched(free)[group], NULL_BLOCK)
+        strays = count(untouched[written[untouched]])
+        if request.blocks is not None:
+            strays += count(request.blocks.groups[group].ids[len(subject.need.granted) :])
+        if not subject.need.positions or "token" not in buffer.layout.sliceable:
+            # Blocks that only move whole bring their last positions along, whoever needs them.
+            return strays
+        size = buffer.block_size
+        before, after = subject.need.positions.start % size, subject.need.positions.stop % size
+        if before:
+            first = subject.table[subject.need.granted.start :][:1]
+            strays += count(first) - count(first, before)
+        if after:
+            strays += count(subject.table[-1:], after)
+        return strays

@@ -8,10 +8,11 @@ from pdtx.testing.codes import check_codes, code_rows, fill_codes
 from pdtx.testing.contract import CONTRACT, Subject, check_mover
 from pdtx.testing.pair import ContractViolation, MakeMover, MoverPair, require
 from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver, Placed
-from pdtx.testing.scene import Scene
+from pdtx.testing.scene import BufferScene, Scene
 
 __all__ = [
     "CONTRACT",
+    "BufferScene",
     "ContractViolation",
     "FaultyReceiver",
     "Gate",

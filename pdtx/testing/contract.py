@@ -25,7 +25,7 @@ from pdtx.layout import LAYOUT_ORDERS
 from pdtx.plan import Runs, Slices, TransferPlan
 from pdtx.testing.pair import LISTEN_AT, PATIENCE_S, Leaks, MakeMover, MoverPair, require, require_error
 from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver
-from pdtx.testing.scene import Scene
+from pdtx.testing.scene import BufferScene, Scene
 from pdtx.transports import Connection, Placement, TransferHandle, TransferState
 
 
@@ -58,7 +58,7 @@ def soon(seconds: float = PATIENCE_S) -> float:
 
 
 def start(
-    pair: MoverPair, connection: Connection, scene: Scene, plan: TransferPlan, session_id: str = "session"
+    pair: MoverPair, connection: Connection, scene: BufferScene, plan: TransferPlan, session_id: str = "session"
 ) -> TransferHandle:
     """Grant a plan to a session and put it; scene expects it from now on."""
     pair.grants.grant(session_id, scene.key(plan), scene.placement(plan))

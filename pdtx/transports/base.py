@@ -47,18 +47,27 @@ class Region:
 
 @dataclass(frozen=True)
 class TransferKey:
-    """Which part of which request a payload is: half-open ranges of layers and token positions."""
+    """Which part of which request a payload is: half-open ranges of a buffer's layers and of positions.
+
+    All numbers are the consumer's: buffer is one of its node's, layers count within it, positions as its block table
+    does (tokens; a state has position 0 only). src_rank, dst_rank: tensor-parallel ranks.
+    """
 
     request_id: str
     layer_start: int
     layer_stop: int
     token_start: int
     token_stop: int
+    buffer: int = 0
+    src_rank: int = 0
+    dst_rank: int = 0
 
     def __str__(self) -> str:
+        ranks = f" rank {self.src_rank} to {self.dst_rank}" if self.src_rank or self.dst_rank else ""
+        buffer = f" buffer {self.buffer}" if self.buffer else ""
         return (
-            f"request {self.request_id} layers {self.layer_start}..{self.layer_stop} "
-            f"tokens {self.token_start}..{self.token_stop}"
+            f"request {self.request_id}{buffer} layers {self.layer_start}..{self.layer_stop} "
+            f"tokens {self.token_start}..{self.token_stop}{ranks}"
         )
 
 

@@ -15,7 +15,7 @@ MAX_ID_BYTES = 128
 MAX_TEXT_BYTES = 512
 
 _HEADER_MAGIC, _ACK_MAGIC = b"KVpt", b"KVak"
-_HEADER = struct.Struct(f"!4sQQIIQQH{MAX_ID_BYTES}s")
+_HEADER = struct.Struct(f"!4sQQIIQQHHHH{MAX_ID_BYTES}s")
 _ACK = struct.Struct("!4sQBH")
 
 HEADER_BYTES = _HEADER.size
@@ -51,6 +51,9 @@ class Header:
                 key.layer_stop,
                 key.token_start,
                 key.token_stop,
+                key.buffer,
+                key.src_rank,
+                key.dst_rank,
                 len(request_id),
                 request_id,
             )
@@ -60,16 +63,17 @@ class Header:
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
         """Read HEADER_BYTES. Raises ProtocolError."""
-        magic, sequence, nbytes, layer_start, layer_stop, token_start, token_stop, length, raw = _HEADER.unpack(data)
+        magic, sequence, nbytes, *numbers, length, raw = _HEADER.unpack(data)
         if magic != _HEADER_MAGIC or length > MAX_ID_BYTES:
             raise ProtocolError("what should be a payload header is none")
         try:
             request_id = raw[:length].decode()
         except UnicodeDecodeError:
             raise ProtocolError("a payload header whose request id is not UTF-8") from None
-        if layer_start > layer_stop or token_start > token_stop:
+        key = TransferKey(request_id, *numbers)
+        if key.layer_start > key.layer_stop or key.token_start > key.token_stop:
             raise ProtocolError("a payload header whose ranges end before they start")
-        return cls(sequence, nbytes, TransferKey(request_id, layer_start, layer_stop, token_start, token_stop))
+        return cls(sequence, nbytes, key)
 
 
 @dataclass(frozen=True)

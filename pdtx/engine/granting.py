@@ -1,0 +1,71 @@
+"""The consumer's queue for blocks: what a request needs of each group, and who gets it first."""
+
+from collections.abc import Sequence
+
+from pdtx.cache import CacheGroup, GroupAllocator
+from pdtx.engine.inbound import GroupNeed, InboundRequest
+from pdtx.errors import OutOfBlocks
+from pdtx.protocol import GrantedBlocks, TransferRequest
+from pdtx.units import ceil_div
+
+
+def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest) -> tuple[GroupNeed, ...]:
+    """Return what a request needs of each group, for its prompt and for the tokens to come."""
+    prompt = len(ask.token_ids)
+    needs = list[GroupNeed]()
+    for group in groups:
+        positions = group.positions(prompt)
+        blocks = group.table_blocks(prompt + ask.max_tokens, positions.start)
+        last = ceil_div(positions.stop, group.block_size) if positions else blocks.start
+        needs.append(GroupNeed(positions, blocks, range(blocks.start, last)))
+    return tuple(needs)
+
+
+class GrantQueue:
+    """Requests that wait for blocks, first come first served. Called under the consumer's lock."""
+
+    def __init__(self, groups: Sequence[CacheGroup], allocator: GroupAllocator) -> None:
+        self._groups, self._allocator = groups, allocator
+        self._waiting: list[InboundRequest] = []
+
+    def impossible(self, needs: Sequence[GroupNeed]) -> str | None:
+        """Say why a request can never be granted, if it cannot."""
+        for group, need in zip(self._groups, needs, strict=True):
+            needed, most = len(need.blocks), group.num_blocks - 1
+            if needed > most:
+                pool = f"the pool of group {group.name}" if len(self._groups) > 1 else "the pool"
+                advice = "start the decode node with more --num-blocks"
+                return f"it needs {needed} blocks and {pool} has {most}; {advice}"
+        return None
+
+    def add(self, request: InboundRequest) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def remove(self, request: InboundRequest) -> None:
+        """Take a request out, if it waits."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def next(self) -> InboundRequest | None:
+        """Return the first waiting request with blocks in all groups, if there are enough; none of them otherwise."""
+        if not self._waiting:
+            return None
+        request = self._waiting[0]
+        try:
+            request.take(self._allocator.allocate([len(need.blocks) for need in request.needs]))
+        except OutOfBlocks:
+            return None
+        return self._waiting.pop(0)
+
+
+def granted_blocks(request: InboundRequest) -> list[GrantedBlocks]:
+    """Return the block tables that the producer may write; null where it must not."""
+    found = list[GrantedBlocks]()
+    for group, need in enumerate(request.needs):
+        ids = request.granted(group)
+        generations = [0] * len(ids)
+        if request.blocks is not None:
+            generations[need.granted.start :] = request.blocks.groups[group].generations[: len(need.granted)].tolist()
+        found.append(GrantedBlocks(block_ids=ids.tolist(), generations=generations))
+    return found

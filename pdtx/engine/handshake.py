@@ -1,0 +1,80 @@
+"""The handshake of both sides: what each says, and what it makes of the other's description."""
+
+import secrets
+import uuid
+
+from pdtx import __version__
+from pdtx.engine.describe import CacheFacts, facts_of
+from pdtx.engine.inbound import Session
+from pdtx.engine.matching import Match, match_caches
+from pdtx.errors import IncompatiblePeer, PdtxError
+from pdtx.protocol import PROTOCOL_VERSION, CacheDescription, DataEndpoint, Hello, Reject, Welcome
+
+# -- the producer ------------------------------------------------------------------------------------------------------
+
+
+def make_hello(engine_id: str, cache: CacheDescription, mover: str) -> Hello:
+    """Return what a producer says first."""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        pdtx_version=__version__,
+        engine_id=engine_id,
+        incarnation=uuid.uuid4().hex,
+        cache=cache,
+        movers=[mover],
+    )
+
+
+def match_welcome(welcome: Welcome, producer: CacheFacts) -> Match:
+    """Return how a consumer's cache matches this one. Raises IncompatiblePeer or ProtocolError."""
+    _require_version(PROTOCOL_VERSION, welcome.protocol)
+    return match_caches(producer, facts_of(welcome.cache))
+
+
+def choose_endpoint(welcome: Welcome, mover: str) -> DataEndpoint:
+    """Return where the consumer takes payloads of a mover. Raises IncompatiblePeer if it has none."""
+    endpoint = next((each for each in welcome.data_endpoints if each.mover == mover), None)
+    if endpoint is None:
+        offered = ", ".join(each.mover for each in welcome.data_endpoints)
+        raise IncompatiblePeer("mover", mover, offered, "choose one that both sides have")
+    return endpoint
+
+
+# -- the consumer ------------------------------------------------------------------------------------------------------
+
+
+def open_session(peer: bytes, hello: Hello, consumer: CacheFacts) -> Session:
+    """Return a new session for a producer. Raises IncompatiblePeer or ProtocolError, see match_caches and facts_of."""
+    _require_version(hello.protocol, PROTOCOL_VERSION)
+    match = match_caches(facts_of(hello.cache), consumer)
+    return Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), match)
+
+
+def make_welcome(
+    session: Session, engine_id: str, endpoints: list[DataEndpoint], *, lease_s: float, verifies: bool
+) -> Welcome:
+    """Return the answer to a producer that has a session now."""
+    return Welcome(
+        protocol=PROTOCOL_VERSION,
+        pdtx_version=__version__,
+        engine_id=engine_id,
+        incarnation=session.session_id,
+        session_id=session.session_id,
+        token=session.token,
+        cache=session.match.consumer.description,
+        data_endpoints=endpoints,
+        lease_s=lease_s,
+        verify="reference" if verifies else "off",
+    )
+
+
+def make_reject(error: PdtxError) -> Reject:
+    """Return the answer to a producer that gets no session."""
+    if isinstance(error, IncompatiblePeer):
+        return Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
+    return Reject(field="cache", producer=str(error)[:1000], consumer="a possible cache")
+
+
+def _require_version(producer: int, consumer: int) -> None:
+    if producer != consumer:
+        raise IncompatiblePeer("protocol", str(producer), str(consumer), "run the same pdtx on both sides")

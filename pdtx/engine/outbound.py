@@ -1,0 +1,72 @@
+"""The producer's record of one request: its blocks, its grant, what is on its way, and the times that took."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pdtx.cache import GroupBlocks
+from pdtx.engine.matching import BufferMatch
+from pdtx.engine.timing import Interval, TransferTimes
+from pdtx.errors import PdtxError
+from pdtx.parallel import RankTransfer
+from pdtx.plan.runs import Int64s
+from pdtx.protocol import Finished, Grant
+
+
+@dataclass
+class OutboundRequest:
+    """One request on its way out. Everything below `deadline` belongs to the producer.
+
+    tables: a block table for each of the producer's groups, int64, on the cache's device, 0 where there is no block.
+    deadline: time.monotonic() by which the consumer must have finished it.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    blocks: GroupBlocks
+    tables: tuple[torch.Tensor, ...]
+    deadline: float
+    sources: tuple[Int64s, ...] = ()  # the tables, for plans
+    destinations: tuple[Int64s, ...] = ()  # the granted tables, for each of the consumer's groups
+    begun: float = field(default_factory=time.monotonic)
+    computed: float = float("nan")
+    first_token: int | None = None
+    grant: Grant | None = None
+    finished: Finished | None = None
+    error: PdtxError | None = None
+    waiting: list["Piece"] = field(default_factory=list)  # until the grant comes
+    unsent: int = 0  # pieces that are computed and not acknowledged
+    nbytes: int = 0
+    num_runs: int = 0
+    prepare: float = 0.0
+    posts: list[Interval] = field(default_factory=list)
+    moves: list[Interval] = field(default_factory=list)
+    released: bool = False
+    completed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    @property
+    def times(self) -> TransferTimes:
+        """How long the transfers took so far."""
+        return TransferTimes.of(self.prepare, self.posts, self.moves, self.computed)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a request that is computed: what goes from one rank to another, of the consumer's layers at positions.
+
+    fence: returns once the device has really written it.
+    """
+
+    request: OutboundRequest
+    match: BufferMatch
+    move: RankTransfer
+    layers: range
+    positions: range
+    fence: Callable[[], None]

@@ -1,0 +1,108 @@
+"""What the consumer does for its mover: it admits sessions, plans where payloads go, and accounts for them."""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from pdtx.cache import GroupAllocator, KVCaches
+from pdtx.engine.inbound import InboundRequest, InboundState, Session
+from pdtx.engine.shipping import regions_of
+from pdtx.errors import AuthenticationFailed, PdtxError, PeerLost, TransferRefused
+from pdtx.layout import Layout
+from pdtx.transports import Placement, TransferKey
+
+
+class Requests(Protocol):
+    """The consumer, as far as the receiver knows it. The first two are called under its lock."""
+
+    def session(self, session_id: str) -> Session | None:
+        """Return a session, if there is one."""
+
+    def request(self, session_id: str, request_id: str) -> InboundRequest | None:
+        """Return a request that has not ended, if there is one."""
+
+    def fail(self, request: InboundRequest, error: PdtxError) -> None:
+        """End a request as failed."""
+
+    def fail_where(self, which: Callable[[InboundRequest], bool], error: PdtxError) -> None:
+        """End all requests of a kind as failed."""
+
+    def grant_queued(self) -> None:
+        """Grant what blocks that have returned allow."""
+
+
+class PayloadReceiver:
+    """The Receiver of the consumer's mover: called from the mover's threads.
+
+    plan_layout: the layout to plan the first buffer with instead of its own: a deliberate fault, for tests.
+    """
+
+    def __init__(
+        self,
+        cache: KVCaches,
+        allocator: GroupAllocator,
+        requests: Requests,
+        lock: threading.RLock,
+        plan_layout: Layout | None,
+    ) -> None:
+        self._allocator, self._requests, self._lock = allocator, requests, lock
+        self._regions, self._plan_layout = regions_of(cache), plan_layout
+        self._placing: dict[tuple[str, TransferKey], InboundRequest] = {}  # payloads arriving now
+
+    def admit(self, session_id: str) -> bytes:
+        """Return the token of a session."""
+        with self._lock:
+            session = self._requests.session(session_id)
+        if session is None:
+            raise AuthenticationFailed("no such session")
+        return session.token
+
+    def place(self, session_id: str, key: TransferKey) -> Placement:
+        """Plan where a payload goes, from this side's own facts."""
+        with self._lock:
+            request = self._requests.request(session_id, key.request_id)
+            if request is None or request.blocks is None or request.state is not InboundState.RECEIVING:
+                raise TransferRefused(f"{key} was not granted")
+            match, move = request.arrivals.expect(key)
+            self._allocator.hold(request.blocks)
+            self._placing[session_id, key] = request
+        layers, positions = range(key.layer_start, key.layer_stop), range(key.token_start, key.token_stop)
+        source = match.source_stand_in(positions.stop)
+        fault = self._plan_layout if match.index == 0 else None
+        here = match.destination(request.granted(match.group), fault)
+        try:
+            plan = match.plan(match.moves[move], source, here, layers, positions, merge=False)
+        except PdtxError:
+            self._unplace(session_id, key)
+            raise
+        slices = plan.flat.destination()
+        with self._lock:
+            request.received_runs += len(slices)
+        return Placement(self._regions[match.index][key.dst_rank], slices, request.deadline)
+
+    def _unplace(self, session_id: str, key: TransferKey) -> InboundRequest:
+        """Note that nothing writes for key any more; the request may have ended meanwhile."""
+        with self._lock:
+            request = self._placing.pop((session_id, key))
+        if request.blocks is not None:
+            self._allocator.unhold(request.blocks)
+            self._requests.grant_queued()
+        return request
+
+    def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """Account for a payload that has arrived, or stopped."""
+        if error is None:
+            with self._lock:
+                request = self._placing[session_id, key]
+                request.arrivals.arrive(key, nbytes)
+                request.received_bytes += nbytes
+        request = self._unplace(session_id, key)
+        if error is not None:
+            self._requests.fail(request, error)
+
+    def closed(self, session_id: str, reason: str) -> None:
+        """Fail what a producer had under way when its data connection ended."""
+        lost = PeerLost(f"the data connection ended: {reason}")
+        self._requests.fail_where(
+            lambda request: request.session.session_id == session_id and request.state is InboundState.RECEIVING, lost
+        )
