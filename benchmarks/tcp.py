@@ -49,8 +49,8 @@ class _Side:
         torch.set_num_threads(1)
         random = np.random.default_rng(seed)
         # Both come from the same allocator, so both have pages of the same kind; both are touched before any timing.
-        self.cache = PagedKVCache(SPEC, layout="flash_attn_nhd", num_layers=LAYERS, num_blocks=2 * BLOCKS)
-        self.block_ids: Int64s = random.permutation(2 * BLOCKS)[:BLOCKS].astype(np.int64)
+        self.cache = PagedKVCache(SPEC, layout="flash_attn_nhd", num_layers=LAYERS, num_blocks=2 * BLOCKS + 1)
+        self.block_ids: Int64s = random.permutation(2 * BLOCKS)[:BLOCKS].astype(np.int64) + 1
         self.codes = codes_for(self.cache, TOKENS)
         self.bulk = allocate(NBYTES, self.cache.device).fill_(0xAA)
 

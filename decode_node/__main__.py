@@ -3,7 +3,7 @@
 import signal
 import threading
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,10 @@ from pdtx.cli.common import (
     single_command,
 )
 from pdtx.errors import InputError
-from pdtx.layout import AXIS_NAMES, layout_name
+from pdtx.layout import AXIS_NAMES, KVCacheLayout, parse_layouts
+
+if TYPE_CHECKING:
+    from pdtx.cache import KVCaches
 
 
 def decode(
@@ -45,6 +48,7 @@ def decode(
     layout: opt.Layout = "flashinfer_hnd",
     block_size: opt.BlockSize = 32,
     num_blocks: opt.NumBlocks = 512,
+    tensor_parallel_size: opt.TensorParallel = 1,
     key: opt.Key = None,
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
@@ -57,7 +61,7 @@ def decode(
 ) -> None:
     """Serve prefill nodes: receive K/V into this node's own layout, verify them if asked to, and generate."""
     configure_logging(verbose)
-    layout_name(layout)
+    parse_layouts(layout)
     fault = _two_axes(inject_fault) if inject_fault is not None else None
     from pdtx.sidechannel import require_protection
 
@@ -75,8 +79,10 @@ def decode(
 
     with ExitStack() as stack:
         runner = load_runner(model, dtype, device, threads)
-        cache, description = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
-        plan_layout = cache.layout.with_swapped(*fault) if fault is not None else None
+        cache, description = open_cache(
+            runner, layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tensor_parallel_size
+        )
+        plan_layout = _wrong_layout(cache, fault) if fault is not None else None
         consumer = KVConsumer(
             cache, description, make_mover("tcp", advertise_host=advertise), verify=verify, plan_layout=plan_layout
         )
@@ -87,6 +93,17 @@ def decode(
             emit(f'{{"event": "listening", "address": "{address}"}}')
         DecodeLoop(runner, consumer, stop, requests).run()
         note(f"{consumer.engine_id} served {consumer.num_ended} requests, {consumer.num_failed} of them failed")
+
+
+def _wrong_layout(cache: "KVCaches", fault: tuple[str, str]) -> "KVCacheLayout":
+    """Return the first buffer's layout with two axes swapped. Raises InputError where it does not hold keys and values.
+
+    fault: the axes.
+    """
+    layout = cache.buffers[0].layout
+    if not isinstance(layout, KVCacheLayout):
+        raise InputError(f"--inject-fault swaps axes of keys and values; this model's first buffer is {layout.name}")
+    return layout.with_swapped(*fault)
 
 
 def _two_axes(text: str) -> tuple[str, str]:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import PdtxError, TransferError
 from pdtx.protocol import Finished
@@ -67,11 +65,9 @@ class DecodeLoop:
             self.consumer.verify(request)
             times["verify"] = time.monotonic() - began
         self.consumer.release(request)
-        cache = self.consumer.cache
         if request.blocks is None or request.complete is None:
             raise TransferError(f"request {request.request_id} has no blocks")
-        block_ids = torch.as_tensor(request.blocks.ids, device=cache.device)
-        sequence = PagedSequence(cache, block_ids, num_tokens=request.num_tokens)
+        sequence = PagedSequence(self.consumer.cache, request.tables, num_tokens=request.num_tokens)
         active = _Active(request, sequence, [request.complete.first_token], times)
         return self._goes_on(active)
 

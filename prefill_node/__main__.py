@@ -19,7 +19,7 @@ from pdtx.cli.common import (
     single_command,
 )
 from pdtx.cli.prompts import read_prompts
-from pdtx.layout import layout_name
+from pdtx.layout import parse_layouts
 
 
 def prefill(
@@ -27,7 +27,9 @@ def prefill(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts, a line each: plain, or JSON with prompt or token_ids.", show_default=False),
+        typer.Option(
+            help="Prompts, a line each: plain, or JSON with prompt or token_ids (and features).", show_default=False
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 32,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate --max-tokens whatever comes.")] = False,
@@ -43,6 +45,7 @@ def prefill(
     layout: opt.Layout = "flash_attn_nhd",
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = 512,
+    tensor_parallel_size: opt.TensorParallel = 1,
     key: opt.Key = None,
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
@@ -52,7 +55,7 @@ def prefill(
 ) -> None:
     """Compute prompts, ship their K/V to a decode node as layers finish, and print what it generates."""
     configure_logging(verbose)
-    layout_name(layout)
+    parse_layouts(layout)
     asked = read_prompts(prompt, prompts)
     security = open_security(key, peer_key, insecure=insecure)
     runner = load_runner(model, dtype, device, threads)
@@ -61,8 +64,10 @@ def prefill(
     from pdtx.transports import make_mover
     from prefill_node.scheduler import Job, PrefillScheduler
 
-    cache, description = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
-    jobs = [Job(str(one.id), one.tokens(lambda text: runner.encode(text, chat))) for one in asked]
+    cache, description = open_cache(
+        runner, layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tensor_parallel_size
+    )
+    jobs = [Job(str(one.id), one.tokens(lambda text: runner.encode(text, chat)), one.load_features()) for one in asked]
     with ExitStack() as stack:
         mover = make_mover("tcp")
         stack.callback(mover.close)
@@ -92,6 +97,7 @@ def prefill(
         "model": {"name": runner.name, "fingerprint": runner.fingerprint, "dtype": dtype},
         "layout": layout,
         "block_size": block_size,
+        "tensor_parallel_size": tensor_parallel_size,
         "requests": msgspec.to_builtins(rows),
     }
     if json:

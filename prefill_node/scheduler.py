@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,16 +16,18 @@ from pdtx.units import gb_per_s
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt to run: its tokens, and how far to generate from it."""
+    """A prompt to run: its tokens, and the features of a model with an encoder (mel, frames)."""
 
     request_id: str
     token_ids: Sequence[int]
+    features: torch.Tensor | None = None
 
 
 @dataclass
 class _Active:
     request: OutboundRequest
     sequence: PagedSequence
+    features: torch.Tensor | None
 
 
 class PrefillScheduler:
@@ -73,21 +76,19 @@ class PrefillScheduler:
 
     def _begin(self, job: Job, *, patient: bool) -> _Active | None:
         """Start a job; None if it must wait for blocks. Raises what makes it impossible."""
-        cache = self.producer.cache
         longest = len(job.token_ids) + self.max_tokens
         if longest > self.runner.max_model_len:
             raise ModelError(
                 f"{len(job.token_ids)} prompt tokens and {self.max_tokens} new ones exceed the model's "
                 f"{self.runner.max_model_len}"
             )
-        needed = -(-len(job.token_ids) // cache.spec.block_size)
-        if needed > cache.num_blocks - 1:
-            raise OutOfBlocks(f"{needed} blocks needed, the pool has {cache.num_blocks - 1}; give more --num-blocks")
-        if self.producer.allocator.num_free < needed and not (
+        needed = self.producer.blocks_needed(len(job.token_ids))
+        self._check_possible(needed)
+        if not self.producer.allocator.fits(needed) and not (
             patient and self.producer.wait_for_blocks(needed, self.timeout_s)
         ):
             if patient:
-                raise OutOfBlocks(f"{needed} blocks did not become free within {self.timeout_s:g} s")
+                raise OutOfBlocks(f"{sum(needed)} blocks did not become free within {self.timeout_s:g} s")
             return None
         request = self.producer.begin(
             job.request_id,
@@ -96,21 +97,31 @@ class PrefillScheduler:
             timeout_s=self.timeout_s,
             ignore_eos=self.ignore_eos,
         )
-        block_ids = torch.as_tensor(request.blocks.ids, device=cache.device)
-        return _Active(request, PagedSequence(cache, block_ids))
+        return _Active(request, PagedSequence(self.producer.cache, request.tables), job.features)
+
+    def _check_possible(self, needed: Sequence[int]) -> None:
+        """Raise OutOfBlocks if no group's pool will ever have so many blocks."""
+        for group, count in zip(self.producer.cache.groups, needed, strict=True):
+            if count > group.num_blocks - 1:
+                raise OutOfBlocks(
+                    f"{count} blocks needed in group {group.name}, its pool has {group.num_blocks - 1}; "
+                    "give more --num-blocks"
+                )
 
     def _step(self, active: deque[_Active], shipped: list[OutboundRequest]) -> None:
         """Compute one chunk of the request whose turn it is."""
         job = active.popleft()
         request, sequence = job.request, job.sequence
         start = sequence.num_tokens
-        chunk = request.token_ids[start : start + self.chunk_size]
+        size = self.runner.chunk(len(request.token_ids) - start, self.chunk_size)
+        chunk = request.token_ids[start : start + size]
         try:
             if request.error is None:
                 logits = self.runner.forward(
                     sequence,
                     chunk,
-                    on_layer=lambda layer, first, last: self.producer.layer_ready(request, layer, first, last),
+                    on_layer=partial(self.producer.layer_ready, request),
+                    features=None if start else job.features,
                 )
         except PdtxError as error:
             self.producer.fail(request, error)

@@ -51,15 +51,15 @@ def test_a_wrong_permutation_fails_and_names_the_coordinate(model: Path, tmp_pat
     rows = json.loads(output.read_text())["requests"]
     errors = {row["request_id"]: row["error"] for row in rows}
     assert all(row["wrong"] > 0 and not row["token_ids"] for row in rows)
-    assert "elements are wrong; first: layer 0 K token" in errors["long"]
-    assert "holds the value of layer 0 K token" in errors["long"]
+    assert "elements are wrong; first: buffer full layer 0 K token" in errors["long"]
+    assert "holds the value of buffer full layer 0 K token" in errors["long"]
     assert json.loads(output.read_text())["ok"] is False
 
 
 def test_different_dtypes_are_refused_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
     done = demo(tmp_path / "result.json", "--model", model, "--prefill-dtype", "float32")
     assert done.code == 2
-    assert "dtype is float32 on the prefill side and bfloat16 on the decode side" in done.error
+    assert "dtype of buffer full is float32 on the prefill side and bfloat16 on the decode side" in done.error
     assert not (tmp_path / "result.json").exists()
     left = subprocess.run(["pgrep", "-f", str(model)], capture_output=True, text=True, check=False).stdout.split()
     assert left in ([], [str(os.getpid())])

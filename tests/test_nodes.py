@@ -157,11 +157,17 @@ def test_a_pool_smaller_than_all_prompts_makes_them_wait(
         (("--model", "/nowhere/at/all"), 2, "/nowhere/at/all"),
         (("--dtype", "float8"), 2, "float8"),
         (("--device", "cuda:77"), 2, "cuda:77"),
-        (("--dtype", "bfloat16"), 2, "dtype is bfloat16 on the prefill side and float32 on the decode side"),
-        (("--block-size", "24"), 2, "block_size is 24 on the prefill side and 32 on the decode side"),
+        (
+            ("--dtype", "bfloat16"),
+            2,
+            "dtype of buffer full is bfloat16 on the prefill side and float32 on the decode side",
+        ),
+        (("--block-size", "24"), 2, "block_size of group full is 24 on the prefill side and 32 on the decode side"),
         (("--connect", "127.0.0.1"), 2, "not an address: '127.0.0.1'"),
         (("--connect", "127.0.0.1:9", "--connect-timeout", "1"), 1, "nobody answers at 127.0.0.1:9"),
         (("--connect", "192.0.2.1:5600"), 2, "--insecure"),
+        (("--layout", "mamba_sd,mamba_ds"), 2, "mamba_sd and mamba_ds are for the same layers"),
+        (("--tp", "3"), 2, "2 KV heads cannot be divided over tensor_parallel_size 3"),
         (("--prompts", "/nowhere/prompts"), 2, "cannot read prompts from /nowhere/prompts"),
         (("--prompt", ""), 2, "--prompt is empty"),
         (("--key", "/nowhere/a.key_secret"), 2, "--key and --peer-key go together"),
@@ -212,7 +218,7 @@ def test_another_model_is_refused_by_name(
     other_weights = prefill("--model", tiny_checkpoint(tmp_path, seed=1))
     assert (other_weights.code, "fingerprint" in other_weights.error) == (2, True)
     other_heads = prefill("--model", tiny_checkpoint(tmp_path, seed=2, num_key_value_heads=4))
-    assert (other_heads.code, "num_kv_heads is 4" in other_heads.error) == (2, True)
+    assert (other_heads.code, "num_kv_heads of buffer full is 4" in other_heads.error) == (2, True)
     assert_serves(prefill, alone)
 
 

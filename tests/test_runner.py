@@ -14,6 +14,7 @@ import torch
 
 from pdtx.cache import PagedKVCache
 from pdtx.errors import CacheError, ModelError
+from pdtx.kvspec import FullAttentionSpec
 from pdtx.runner import (
     ModelRunner,
     PagedSequence,
@@ -56,14 +57,15 @@ def llama(load: Callable[[str, str], ModelRunner]) -> ModelRunner:
 
 
 def new_sequence(runner: ModelRunner, block_size: int = 16, seed: int = 0, layout: str = "") -> PagedSequence:
-    """A sequence over all blocks of a fresh cache, in a shuffled order."""
-    cache = PagedKVCache(
-        runner.kv_cache_spec(block_size),
-        layout=layout or default_layout(),
-        num_layers=runner.num_layers,
-        num_blocks=NUM_BLOCKS,
-    )
-    return PagedSequence(cache, torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(seed)))
+    """A sequence over all blocks of a fresh cache but the null block, in a shuffled order."""
+    cache = runner.make_cache(layout=layout or default_layout(), block_size=block_size, num_blocks=NUM_BLOCKS)
+    return PagedSequence(cache, [torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)) + 1])
+
+
+def key_values(sequence: PagedSequence) -> PagedKVCache:
+    (buffer,) = sequence.cache.buffers
+    assert isinstance(buffer, PagedKVCache)
+    return buffer
 
 
 def default_layout() -> str:
@@ -140,9 +142,10 @@ def test_logits_depend_neither_on_layout_nor_on_blocks_nor_on_other_requests(lla
 def test_hook_sees_each_layer_in_order_with_its_data_in_the_cache(llama: ModelRunner) -> None:
     sequence, calls = new_sequence(llama), []
 
-    def on_layer(layer: int, start: int, stop: int) -> None:
+    def on_layer(buffer: int, layer: int, start: int, stop: int) -> None:
+        assert buffer == 0
         calls.append((layer, start, stop))
-        key, value = sequence.cache.read(layer, sequence.block_ids, start, stop)
+        key, value = key_values(sequence).read(layer, sequence.table(0), start, stop)
         stored[layer, start] = torch.stack([key, value])
         assert sequence.num_tokens == start
 
@@ -151,7 +154,7 @@ def test_hook_sees_each_layer_in_order_with_its_data_in_the_cache(llama: ModelRu
     ranges = [(0, 8), (8, 16), (16, 20)]
     assert calls == [(layer, *span) for span in ranges for layer in range(llama.num_layers)]
     for layer, start, stop in calls:
-        final = torch.stack(sequence.cache.read(layer, sequence.block_ids, start, stop))
+        final = torch.stack(key_values(sequence).read(layer, sequence.table(0), start, stop))
         assert torch.equal(stored[layer, start], final)
         assert final.isfinite().all()
         assert final.abs().sum() > 0
@@ -161,7 +164,7 @@ def test_a_hook_that_raises_leaves_the_sequence_where_it_was(llama: ModelRunner)
     sequence = new_sequence(llama)
     llama.forward(sequence, prompt(10))
 
-    def broken(layer: int, start: int, stop: int) -> None:
+    def broken(_: int, layer: int, start: int, stop: int) -> None:
         raise CacheError(f"lost at layer {layer}, tokens {start}..{stop}")
 
     with pytest.raises(CacheError, match=r"lost at layer 0, tokens 10\.\.15"):
@@ -177,15 +180,15 @@ def test_attention_reads_the_pages_and_nothing_else(llama: ModelRunner) -> None:
     for one in (sequence, untouched):
         llama.forward(one, prompt(20))
     expected = llama.forward(untouched, [65])
-    one_layer = sequence.cache.view(llama.num_layers - 1)
-    one_layer[1, sequence.block_ids[1], 3] += 1.0  # V of token 19, which is the 4th of the second block
+    one_layer = key_values(sequence).view(llama.num_layers - 1)
+    one_layer[1, sequence.table(0)[1], 3] += 1.0  # V of token 19, which is the 4th of the second block
     assert not torch.equal(llama.forward(sequence, [65]), expected)
 
     again = new_sequence(llama)
     llama.forward(again, prompt(20))
-    again.cache.memory.zero_()
+    key_values(again).memory.zero_()
     empty = new_sequence(llama)
-    empty.cache.memory.zero_()
+    key_values(empty).memory.zero_()
     empty.num_tokens = 20
     assert torch.equal(llama.forward(again, [65]), llama.forward(empty, [65]))
 
@@ -197,7 +200,8 @@ def test_a_cache_filled_elsewhere_continues_the_same(llama: ModelRunner) -> None
     source.num_tokens = 37
     target = new_sequence(llama, 32, seed=9)
     for layer in range(llama.num_layers):
-        target.cache.write(layer, target.block_ids, 0, *source.cache.read(layer, source.block_ids, 0, 37))
+        rows = key_values(source).read(layer, source.table(0), 0, 37)
+        key_values(target).write(layer, target.table(0), 0, *rows)
     target.num_tokens = 37
     found = expected[:1]
     while len(found) < STEPS:
@@ -207,17 +211,17 @@ def test_a_cache_filled_elsewhere_continues_the_same(llama: ModelRunner) -> None
 
 def test_blocks_can_be_added_as_a_sequence_grows(llama: ModelRunner) -> None:
     full = new_sequence(llama)
-    sequence = PagedSequence(full.cache, full.block_ids[:1])
-    with pytest.raises(ModelError, match="0 tokens and 17 more need 2 blocks of 16, the sequence has 1"):
+    sequence = PagedSequence(full.cache, [full.table(0)[:1]])
+    with pytest.raises(ModelError, match="0 tokens and 17 more need 2 blocks of 16 in group full, the sequence has 1"):
         llama.forward(sequence, prompt(17))
-    sequence.extend_blocks(full.block_ids[1:2].tolist())
+    sequence.extend(0, full.table(0)[1:2].tolist())
     assert torch.equal(llama.forward(sequence, prompt(17)), llama.forward(new_sequence(llama), prompt(17)))
 
 
 @pytest.mark.parametrize(
     ("block_ids", "num_tokens", "message"),
     [
-        ([0, NUM_BLOCKS], 0, f"block {NUM_BLOCKS} is not one of"),
+        ([0, NUM_BLOCKS], 0, f"block {NUM_BLOCKS} is not one of group full's 0..{NUM_BLOCKS - 1}"),
         ([-1], 0, "block -1 is not one of"),
         ([3, 4, 3], 0, "twice"),
         ([1], 17, "17 tokens are not 0..16"),
@@ -226,7 +230,17 @@ def test_blocks_can_be_added_as_a_sequence_grows(llama: ModelRunner) -> None:
 def test_impossible_sequences(llama: ModelRunner, block_ids: list[int], num_tokens: int, message: str) -> None:
     cache = new_sequence(llama).cache
     with pytest.raises(CacheError, match=message):
-        PagedSequence(cache, torch.tensor(block_ids), num_tokens)
+        PagedSequence(cache, [torch.tensor(block_ids)], num_tokens)
+
+
+def test_a_position_without_a_block_is_neither_read_nor_written(llama: ModelRunner) -> None:
+    sequence = new_sequence(llama)
+    sequence.tables = (torch.tensor([3, 0, 5]),)
+    llama.forward(sequence, prompt(16))
+    with pytest.raises(ModelError, match="there is no block for position 16 of group full"):
+        llama.forward(sequence, [1])
+    with pytest.raises(CacheError, match="2 block tables for 1 groups"):
+        PagedSequence(sequence.cache, [torch.tensor([1]), torch.tensor([2])])
 
 
 def test_impossible_tokens(llama: ModelRunner) -> None:
@@ -245,10 +259,10 @@ def test_impossible_tokens(llama: ModelRunner) -> None:
 def test_a_cache_for_another_model_is_refused(
     llama: ModelRunner, load: Callable[[str, str], ModelRunner], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=r"cache's dtype is bfloat16, model .* has float32"):
+    with pytest.raises(ModelError, match=r"not for model .*: buffer full has dtype bfloat16, not float32"):
         llama.forward(new_sequence(load("llama", "bfloat16")), [1])
     shallow = ModelRunner.load(tiny_checkpoint(tmp_path, num_hidden_layers=2))
-    with pytest.raises(ModelError, match=r"cache has 2 layers, model .* has 3"):
+    with pytest.raises(ModelError, match=r"not for model .*: buffer full has 2 layers, not 3"):
         llama.forward(new_sequence(shallow), [1])
 
 
@@ -259,7 +273,8 @@ def test_greedy_takes_the_lowest_of_equals_and_no_nan() -> None:
 
 
 def test_facts_of_a_runner(llama: ModelRunner) -> None:
-    spec = llama.kv_cache_spec(16)
+    spec = key_values(new_sequence(llama)).spec
+    assert isinstance(spec, FullAttentionSpec)
     assert (spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype) == (2, 16, 16, "float32")
     assert (llama.num_layers, llama.max_model_len, llama.eos_token_ids) == (3, 256, frozenset({257}))
     assert llama.name == "tiny-llama-0"
@@ -288,15 +303,12 @@ def test_no_tokenizer_is_an_error_only_when_one_is_needed(checkpoints: dict[str,
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("mistral", {"sliding_window": 32}, r"'mistral'.*layer 0 is sliding_attention \(window 32\)"),
-        ("gemma3_text", {}, "'gemma3_text'.*layer 0 is sliding_attention"),
+        ("t5", {}, "'t5'.*its encoder takes text"),
         (
-            "deepseek_v3",
-            {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
-            r"'deepseek_v3'.*MLA \(kv_lora_rank 32\)",
+            "minimax_m3_vl_text",
+            {"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]},
+            "'minimax_m3_vl_text'.*layer 1 keeps a .*no paged form here",
         ),
-        ("mamba", {}, "'mamba'.*layer 0 is linear_attention"),
-        ("t5", {}, "'t5'.*encoder-decoder"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},

@@ -3,7 +3,7 @@
 import typer
 
 from pdtx import __version__
-from pdtx.cli import demo, generate, keygen, kvcache
+from pdtx.cli import demo, generate, granularity, keygen, kvcache, plan
 from pdtx.cli.common import emit, run_app
 
 app = typer.Typer(
@@ -14,8 +14,10 @@ app = typer.Typer(
 )
 app.command(name="demo")(demo.demo)
 app.command(name="generate")(generate.generate)
+app.command(name="granularity")(granularity.granularity)
 app.command(name="keygen")(keygen.keygen)
 app.command(name="kvcache")(kvcache.kvcache)
+app.command(name="plan")(plan.plan)
 
 
 @app.command()

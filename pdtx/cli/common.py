@@ -13,7 +13,7 @@ from pdtx.cli.processes import follow_parent
 from pdtx.errors import InputError, PdtxError
 
 if TYPE_CHECKING:
-    from pdtx.cache import PagedKVCache
+    from pdtx.cache import KVCaches
     from pdtx.protocol import CacheDescription
     from pdtx.runner import ModelRunner
     from pdtx.sidechannel import Security
@@ -74,19 +74,12 @@ def load_runner(model: str | None, dtype: str, device: str, threads: int | None)
 
 
 def open_cache(
-    runner: "ModelRunner", *, layout: str, block_size: int, num_blocks: int
-) -> tuple["PagedKVCache", "CacheDescription"]:
-    """Make the paged cache of a model and the description that a peer gets of it."""
-    from pdtx.cache import PagedKVCache
+    runner: "ModelRunner", *, layout: str, block_size: int, num_blocks: int, tp_size: int = 1
+) -> tuple["KVCaches", "CacheDescription"]:
+    """Make the paged caches of a model and the description that a peer gets of them."""
     from pdtx.engine import describe_cache
 
-    cache = PagedKVCache(
-        runner.kv_cache_spec(block_size),
-        layout=layout,
-        num_layers=runner.num_layers,
-        num_blocks=num_blocks,
-        device=runner.device,
-    )
+    cache = runner.make_cache(layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tp_size)
     return cache, describe_cache(cache, model=runner.name, fingerprint=runner.fingerprint)
 
 

@@ -54,6 +54,8 @@ def demo(
     decode_device: Annotated[
         str | None, typer.Option(help="The decode side's own --device.", show_default=False)
     ] = None,
+    prefill_tp: Annotated[int, typer.Option(help="The prefill side's --tensor-parallel-size.", min=1)] = 1,
+    decode_tp: Annotated[int, typer.Option(help="The decode side's --tensor-parallel-size.", min=1)] = 1,
     inject_fault: Annotated[
         str | None,
         typer.Option(help="Make the decode side plan wrongly: swap two axes, as in 'token,head'.", show_default=False),
@@ -64,10 +66,18 @@ def demo(
     """Run a real model disaggregated over TCP, verify every byte of its K/V, and compare with a single process."""
     sides = {
         "prefill": _side(
-            layout or prefill_layout, block_size or prefill_block_size, prefill_dtype or dtype, prefill_device or device
+            layout or prefill_layout,
+            block_size or prefill_block_size,
+            prefill_dtype or dtype,
+            prefill_device or device,
+            prefill_tp,
         ),
         "decode": _side(
-            layout or decode_layout, block_size or decode_block_size, decode_dtype or dtype, decode_device or device
+            layout or decode_layout,
+            block_size or decode_block_size,
+            decode_dtype or dtype,
+            decode_device or device,
+            decode_tp,
         ),
     }
     from pdtx.runner import resolve_model
@@ -83,7 +93,7 @@ def demo(
     _finish(rows, alone, path, sides, output, as_json=json)
 
 
-def _side(layout: str, block_size: int, dtype: str, device: str) -> list[str]:
+def _side(layout: str, block_size: int, dtype: str, device: str, tp_size: int) -> list[str]:
     blocks = _POOL_TOKENS // block_size + 16
     return [
         "--layout",
@@ -96,6 +106,8 @@ def _side(layout: str, block_size: int, dtype: str, device: str) -> list[str]:
         dtype,
         "--device",
         device,
+        "--tensor-parallel-size",
+        str(tp_size),
     ]
 
 
@@ -104,12 +116,16 @@ def _prompts(model: Path, block_size: int, max_tokens: int) -> list[str]:
     import msgspec
     from tokenizers import Tokenizer
 
+    config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
+    if config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{model.name} needs features with its prompts, and the demo has text only; run the nodes with --prompts"
+        )
     file = model / "tokenizer.json"
     if not file.is_file():
         raise ModelError(f"{model} has no tokenizer.json, which the demo makes its prompts with")
     tokens = Tokenizer.from_file(str(file)).encode(_TEXT * 20).ids
     story = Tokenizer.from_file(str(file)).encode("The three things that matter most when moving data are").ids
-    config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
     long = min(_LONG, config.get("max_position_embeddings", _LONG) - max_tokens)
     tokens *= -(-_LONG // len(tokens))
     counts = {"long": tokens[:long], "one-token": tokens[:1], "one-block": tokens[:block_size]}

@@ -8,10 +8,12 @@ import typer
 from pdtx.cli import options as opt
 from pdtx.cli.common import configure_logging, emit, load_runner, open_cache
 from pdtx.cli.prompts import read_prompts
-from pdtx.layout import layout_name
+from pdtx.layout import parse_layouts
 
 if TYPE_CHECKING:
-    from pdtx.cache import PagedKVCache
+    import torch
+
+    from pdtx.cache import KVCaches
     from pdtx.runner import ModelRunner
 
 
@@ -32,15 +34,18 @@ def generate(
     layout: opt.Layout = "flash_attn_nhd",
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = 512,
+    tensor_parallel_size: opt.TensorParallel = 1,
     json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
     """Generate in one process, nothing shipped: what a disaggregated run must equal, token for token."""
     configure_logging(verbose)
-    layout_name(layout)
+    parse_layouts(layout)
     asked = read_prompts(prompt, prompts)
     runner = load_runner(model, dtype, device, threads)
-    cache, _ = open_cache(runner, layout=layout, block_size=block_size, num_blocks=num_blocks)
+    cache, _ = open_cache(
+        runner, layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tensor_parallel_size
+    )
 
     import msgspec
 
@@ -49,7 +54,9 @@ def generate(
     rows = list[RequestRow]()
     for one in asked:
         ids = one.tokens(lambda text: runner.encode(text, chat))
-        tokens = generate_locally(runner, cache, ids, max_tokens, chunk_size, ignore_eos=ignore_eos)
+        tokens = generate_locally(
+            runner, cache, ids, max_tokens, chunk_size, ignore_eos=ignore_eos, features=one.load_features()
+        )
         rows.append(
             RequestRow(
                 request_id=str(one.id),
@@ -68,26 +75,26 @@ def generate(
 
 def generate_locally(
     runner: "ModelRunner",
-    cache: "PagedKVCache",
+    cache: "KVCaches",
     prompt: list[int],
     max_tokens: int,
     chunk_size: int,
     *,
     ignore_eos: bool = False,
+    features: "torch.Tensor | None" = None,
 ) -> list[int]:
-    """Return the greedy continuation of one prompt, its K/V kept in blocks of cache.
+    """Return the greedy continuation of one prompt, all that is kept of it in blocks of cache.
 
+    features: see ModelRunner.forward.
     Raises OutOfBlocks or ModelError if it is too long for the cache or the model.
     """
-    import torch
-
-    from pdtx.cache import BlockAllocator
+    from pdtx.cache import GroupAllocator
     from pdtx.runner import PagedSequence, greedy, prefill
 
-    needed = -(-(len(prompt) + max_tokens) // cache.spec.block_size)
-    blocks = BlockAllocator(cache.num_blocks).allocate(needed)
-    sequence = PagedSequence(cache, torch.as_tensor(blocks.ids, device=cache.device))
-    tokens = [prefill(runner, sequence, prompt, chunk_size)]
+    counts = [len(group.table_blocks(len(prompt) + max_tokens)) for group in cache.groups]
+    blocks = GroupAllocator({group.name: group.num_blocks for group in cache.groups}).allocate(counts)
+    sequence = PagedSequence(cache, [taken.ids for taken in blocks.groups])
+    tokens = [prefill(runner, sequence, prompt, chunk_size, features=features)]
     while len(tokens) < max_tokens and (ignore_eos or tokens[-1] not in runner.eos_token_ids):
         tokens.append(greedy(runner.forward(sequence, tokens[-1:])))
     return tokens

@@ -26,11 +26,31 @@ Threads = Annotated[
 ]
 Layout = Annotated[
     str,
-    typer.Option(help="flash_attn_nhd, flash_attn_hnd, flashinfer_nhd or flashinfer_hnd.", rich_help_panel=_CACHE),
+    typer.Option(
+        help="A preset: flash_attn_nhd, flash_attn_hnd, flashinfer_nhd, flashinfer_hnd, vllm_lbhnc and others; with "
+        "commas one for each kind of layer, as in flashinfer_hnd,mla_blhnc,mamba_ds.",
+        rich_help_panel=_CACHE,
+    ),
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", min=1, rich_help_panel=_CACHE)]
 NumBlocks = Annotated[
-    int, typer.Option(help="Blocks in the pool; block 0 is never used.", min=2, rich_help_panel=_CACHE)
+    int,
+    typer.Option(
+        help="Blocks in the pool of each group of layers; block 0 is never used. States of recurrent layers need one "
+        "block a sequence, and get 65 of them at most.",
+        min=2,
+        rich_help_panel=_CACHE,
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "--tp",
+        help="Ranks that the KV heads are divided over, each with memory of its own (all in this process).",
+        min=1,
+        rich_help_panel=_CACHE,
+    ),
 ]
 Key = Annotated[
     Path | None,

@@ -2,20 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
 from pdtx.errors import InputError
 
+if TYPE_CHECKING:
+    import torch
+
+_FEATURE_AXES = 2
+
 
 class Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One prompt: text, or tokens as they are."""
+    """One prompt: text, or tokens as they are. features: a .npy file, for a model with an encoder."""
 
     id: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")] | None = None
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)] | None = None
+    features: Annotated[str, Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.token_ids is None):
@@ -25,11 +31,32 @@ class Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Return the prompt's tokens. Raises ModelError if its text has none."""
         return self.token_ids if self.token_ids is not None else encode(self.prompt or "")
 
+    def load_features(self) -> "torch.Tensor | None":
+        """Return what the encoder gets, float32 (mel, frames), or None if the prompt names no file.
+
+        Raises InputError for a file that cannot be read or holds something else.
+        """
+        if self.features is None:
+            return None
+        import numpy as np
+        import torch
+
+        try:
+            found = np.load(self.features, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise InputError(f"cannot read the features of prompt {self.id} from {self.features}: {reason}") from None
+        if not isinstance(found, np.ndarray) or found.ndim != _FEATURE_AXES or found.dtype != np.float32:
+            what = f"{found.dtype} {found.shape}" if isinstance(found, np.ndarray) else "an archive"
+            raise InputError(f"{self.features} holds {what}; the features of a prompt are float32 (mel, frames)")
+        return torch.from_numpy(found)
+
 
 def read_prompts(texts: list[str] | None, file: Path | None) -> list[Prompt]:
     """Return the prompts given as texts, or those of a file.
 
-    A line of the file is a prompt as it is, or JSON: {"prompt": ...} or {"token_ids": [...]}. Every prompt gets an id.
+    A line of the file is a prompt as it is, or JSON: {"prompt": ...} or {"token_ids": [...]}, perhaps with "features",
+    a file whose name counts from the prompts' own folder. Every prompt gets an id.
     Raises InputError naming file and line.
     """
     if bool(texts) == (file is not None):
@@ -62,6 +89,9 @@ def _read_line(file: Path, number: int, line: str) -> Prompt:
     if not line.lstrip().startswith("{"):
         return Prompt(prompt=line)
     try:
-        return msgspec.json.decode(line, type=Prompt)
+        prompt = msgspec.json.decode(line, type=Prompt)
     except msgspec.MsgspecError as error:
         raise InputError(f"{file}:{number}: not a prompt: {error}") from None
+    if prompt.features is not None:
+        prompt.features = str(file.parent / prompt.features)
+    return prompt

@@ -1,97 +1,181 @@
-"""What a model keeps per token and layer, found out from transformers and the model itself; never guessed."""
+"""What a model keeps in each of its layers, found out from transformers and the model itself; never guessed."""
 
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pdtx.errors import ModelError
 
-# Kind of layer by the class that transformers' own cache would use for it. A kind that is run needs a class in
-# pdtx.runner.paged.LAYER_CLASSES; all others are refused by these names.
-_KINDS = {
-    "DynamicLayer": "full_attention",
-    "DynamicSlidingWindowLayer": "sliding_attention",
-    "DynamicIndexedLayer": "indexed_attention",
-    "LinearAttentionLayer": "linear_attention (Mamba-like states)",
-    "LinearAttentionAndFullAttentionLayer": "hybrid (attention and Mamba-like states)",
-    "DummyLayer": "without a KV cache of its own",
-}
-_MLA_FIELD = "kv_lora_rank"
+# transformers' own classes of cache layers: what each keeps, and whether a paged counterpart exists.
+SUPPORTED_LAYERS = frozenset({
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "DynamicIndexedLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+    "DeepseekV4HCACache",
+    "DeepseekV4CSACache",
+})  # fmt: skip
 # These rescale the rotary angles with the length of the sequence, so keys of one token differ with what followed it.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_UNBOUNDED = 1 << 20
+"""Tokens of a sequence, where neither the config nor any layer sets a limit: a model of states alone."""
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What an attention layer keeps for a token: num_kv_heads keys of key channels and values of value channels.
+
+    latent: the two are MLA's one latent vector and its part with position, of a single head; with value 0 channels
+    one vector that is key and value.
+    window, chunk: tokens that the layer attends to, where it forgets the others.
+    """
+
+    num_kv_heads: int
+    key: int
+    value: int
+    latent: bool = False
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class StateFacts:
+    """The states of a recurrent layer: shapes without the batch, the num_convs convolutions first (inputs, channels).
+
+    dtypes: names, one for each shape.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    num_convs: int
+
+
+@dataclass(frozen=True)
+class CompressedFacts:
+    """A compressor of DeepSeek V4: for every ratio tokens one entry of entry channels.
+
+    name: transformers' for it. inputs: channels that it keeps of a token until the token is in all entries that it
+    counts for, and as many of its gate. overlap: whether those of one window count for the next entry as well.
+    """
+
+    name: str
+    ratio: int
+    entry: int
+    inputs: int
+    overlap: bool
+
+    @property
+    def window(self) -> int:
+        """Tokens whose inputs may still be needed, counting the next token."""
+        return self.ratio * (2 if self.overlap else 1)
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """All that one layer keeps; what it does not keep is None. indexer: channels of its indexer's keys.
+
+    cross: what it keeps of the encoder's output. compressed: its compressors.
+    """
+
+    attention: AttentionFacts | None = None
+    indexer: int | None = None
+    states: StateFacts | None = None
+    cross: AttentionFacts | None = None
+    compressed: tuple[CompressedFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """An encoder of features (mel, frames): its positions are what the decoder's cross attention keeps."""
+
+    features: tuple[int, int]
+    positions: int
+    hidden_size: int
 
 
 @dataclass(frozen=True)
 class Architecture:
     """The facts about a model that its paged cache depends on.
 
-    layer_kinds: one name a layer. num_kv_heads, head_size, head_size_v: K is (num_kv_heads, head_size) a token and
-    layer, V (num_kv_heads, head_size_v). max_model_len: tokens of prompt and answer together.
-    cache_argument: name of the argument of the model's forward that takes the cache.
+    max_model_len: tokens of prompt and answer together. cache_argument: name of the argument of the model's forward
+    that takes the cache. continues_states: whether a pass of several tokens goes on from the states before it; where
+    it does not, a prompt must be computed in one piece.
     """
 
-    layer_kinds: tuple[str, ...]
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
+    layers: tuple[LayerFacts, ...]
     max_model_len: int
     vocab_size: int
     cache_argument: str
+    encoder: EncoderFacts | None = None
+    continues_states: bool = True
 
 
-def check_config(config: Any, name: str) -> tuple[str, ...]:  # noqa: ANN401 - transformers is not typed
-    """Return the kind of each layer, for a model that can be run; needs the config only, no weights.
+def check_config(config: Any, name: str) -> None:  # noqa: ANN401 - transformers is not typed
+    """Raise ModelError, naming the model type and what it is about it, for a model that cannot be run.
 
-    Raises ModelError naming the model type and what about it is not supported.
+    Needs the config only, no weights.
     """
-    text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
-        raise _refusal(name, config, "it is an encoder-decoder model, whose cross attention has a cache of its own")
-    if getattr(text, _MLA_FIELD, None) is not None:
-        raise _refusal(name, config, f"its layers are MLA ({_MLA_FIELD} {getattr(text, _MLA_FIELD)})")
-    kinds = _layer_kinds(text)
-    for layer, kind in enumerate(kinds):
-        if kind != "full_attention":
-            window = getattr(text, "sliding_window", None) if kind == "sliding_attention" else None
-            detail = f" (window {window})" if window is not None else ""
-            raise _refusal(name, config, f"layer {layer} is {kind}{detail}")
+        if not hasattr(config, "num_mel_bins") or not hasattr(config, "max_source_positions"):
+            raise refusal(name, config, "its encoder takes text; of encoder-decoder models only whisper's kind is run")
+        return
+    text = config.get_text_config(decoder=True)
+    for layer, kind in enumerate(layer_classes(text)):
+        if kind not in SUPPORTED_LAYERS:
+            raise refusal(name, config, f"layer {layer} keeps a {kind}, which has no paged form here")
     scaling = _rope_types(getattr(text, "rope_parameters", None)) & _LENGTH_DEPENDENT_ROPE
     if scaling:
-        raise _refusal(name, config, f"its rope type {min(scaling)!r} changes cached keys with the sequence's length")
-    return kinds
+        raise refusal(name, config, f"its rope type {min(scaling)!r} changes cached keys with the sequence's length")
 
 
-def inspect_model(model: Any, name: str) -> Architecture:  # noqa: ANN401 - transformers is not typed
-    """Return the facts about a loaded model; one token is computed to see what its layers really store.
+def refusal(name: str, config: Any, reason: str) -> ModelError:  # noqa: ANN401 - transformers is not typed
+    """Return the error that says why a model cannot be run."""
+    return ModelError(f"model {name!r} (model_type {config.model_type!r}) cannot be run: {reason}")
 
-    Raises ModelError for a model that cannot be run, see check_config.
+
+def layer_classes(text: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers is not typed
+    """Return the class that transformers' own cache makes for each layer of a decoder's config.
+
+    The layer's type, where transformers has no class for it.
     """
-    config = model.config
-    kinds = check_config(config, name)
-    text = config.get_text_config(decoder=True)
-    max_model_len = getattr(text, "max_position_embeddings", None)
-    if not isinstance(max_model_len, int):
-        raise _refusal(name, config, "its config has no max_position_embeddings to tell how long a sequence may be")
-    argument = _cache_argument(model, name)
-    num_kv_heads, head_size, head_size_v = _stored_shape(model, text, name, argument)
-    return Architecture(kinds, num_kv_heads, head_size, head_size_v, max_model_len, text.vocab_size, argument)
+    from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+
+    # A model's file registers classes of its own when it is imported, which loading the weights would do.
+    types, _ = get_layer_types_and_kwargs(text)
+    if any(kind not in DYNAMIC_LAYER_TYPE_MAPPING for kind in types):
+        _import_model(text)
+    classes = DYNAMIC_LAYER_TYPE_MAPPING
+    return tuple(classes[kind].__name__ if kind in classes else str(kind) for kind in types)
 
 
-def _refusal(name: str, config: Any, reason: str) -> ModelError:  # noqa: ANN401 - transformers is not typed
-    return ModelError(
-        f"model {name!r} (model_type {config.model_type!r}) cannot be run yet: {reason}; "
-        "only decoder models whose layers are all full attention are supported, e.g. llama, qwen2, qwen3"
-    )
+def _import_model(text: Any) -> None:  # noqa: ANN401 - transformers is not typed
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
 
 
-def _layer_kinds(text: Any) -> tuple[str, ...]:  # noqa: ANN401 - transformers is not typed
-    """Ask transformers' own cache which kind of layer it would make for each layer of the config."""
-    from transformers import DynamicCache
+def max_model_len(model: Any, name: str, layers: tuple[LayerFacts, ...]) -> int:  # noqa: ANN401
+    """Return the tokens that a sequence may have. Raises ModelError where the config does not say it."""
+    text = model.config.get_text_config(decoder=True)
+    for field in ("max_target_positions", "max_position_embeddings"):
+        found = getattr(text, field, None)
+        if isinstance(found, int):
+            return found
+    if all(layer.attention is None for layer in layers):
+        return _UNBOUNDED
+    raise refusal(name, model.config, "its config has no max_position_embeddings to tell how long a sequence may be")
 
-    names = [type(layer).__name__ for layer in DynamicCache(config=text).layers]
-    return tuple(_KINDS.get(name, name) for name in names)
+
+def cache_argument(model: Any, name: str) -> str:  # noqa: ANN401 - transformers is not typed
+    """Return the name under which the model takes a cache: it was renamed between releases of transformers."""
+    parameters = inspect.signature(model.forward).parameters
+    for argument in ("cache", "past_key_values", "cache_params"):
+        if argument in parameters:
+            return argument
+    raise refusal(name, model.config, "it does not take a KV cache")
 
 
 def _rope_types(parameters: Any) -> set[str]:  # noqa: ANN401 - from a JSON file
@@ -100,34 +184,3 @@ def _rope_types(parameters: Any) -> set[str]:  # noqa: ANN401 - from a JSON file
         return set()
     nested = [_rope_types(value) for value in parameters.values() if isinstance(value, dict)]
     return set().union({str(parameters.get("rope_type"))}, *nested)
-
-
-def _cache_argument(model: Any, name: str) -> str:  # noqa: ANN401 - transformers is not typed
-    """Return the name under which the model takes a cache: it was renamed between releases of transformers."""
-    parameters = inspect.signature(model.forward).parameters
-    for argument in ("cache", "past_key_values"):
-        if argument in parameters:
-            return argument
-    raise _refusal(name, model.config, "it does not take a KV cache")
-
-
-def _stored_shape(model: Any, text: Any, name: str, argument: str) -> tuple[int, int, int]:  # noqa: ANN401
-    """Compute one token with transformers' cache and return KV heads, key channels and value channels of its layers."""
-    from transformers import DynamicCache
-
-    probe = DynamicCache(config=text)
-    with torch.inference_mode():
-        model(
-            input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True, **{argument: probe}
-        )
-    shapes = set()
-    for layer, stored in enumerate(probe.layers):
-        if stored.keys is None or stored.values is None:
-            raise _refusal(name, model.config, f"layer {layer} stores no keys and values")
-        shapes.add((tuple(stored.keys.shape), tuple(stored.values.shape)))
-    if len(shapes) != 1:
-        raise _refusal(name, model.config, f"its layers store K and V of different shapes, {sorted(shapes)}")
-    (_, heads, tokens, channels), (_, heads_v, tokens_v, channels_v) = shapes.pop()
-    if (heads, tokens, tokens_v) != (heads_v, 1, 1):
-        raise _refusal(name, model.config, f"K has {heads} heads and V {heads_v}, of {tokens} and {tokens_v} tokens")
-    return heads, channels, channels_v

@@ -1,119 +1,117 @@
-"""transformers' cache interface over a PagedKVCache: attention reads its keys and values from the pages alone.
+"""A transformers Cache over paged caches, for one forward pass of one sequence.
 
-The objects here live for one forward pass and own no K/V. This module imports transformers when it is imported, so it
-is itself imported late.
+This module imports transformers when it is imported, so it is itself imported late.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
 
-from pdtx.cache import PagedKVCache
-from pdtx.errors import ModelError
+from pdtx.cache import PagedLatentCache
+from pdtx.runner.architecture import Architecture, AttentionFacts, CompressedFacts, LayerFacts
+from pdtx.runner.buffers import CachePlan
+from pdtx.runner.layers import (
+    PagedAttentionLayer,
+    PagedCompressedLayer,
+    PagedCrossLayer,
+    PagedHybridLayer,
+    PagedIndexedLayer,
+    PagedStateLayer,
+)
+from pdtx.runner.pages import (
+    AttentionPages,
+    CompressedPages,
+    IndexerPages,
+    KeyValuePages,
+    LatentPages,
+    Pass,
+    Place,
+    SharedPages,
+    StatePages,
+)
+from pdtx.runner.sequence import PagedSequence
 
-OnLayer = Callable[[int, int, int], None]
-"""Called as on_layer(layer, start, stop) once K/V of tokens start..stop of that layer are in the pages."""
-
-
-class PagedFullAttentionLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One full-attention layer of one sequence during one forward pass.
-
-    layer: its index in the cache; block_ids: the sequence's blocks; num_tokens: tokens already in them.
-    """
-
-    is_sliding = False
-
-    def __init__(
-        self, cache: PagedKVCache, layer: int, block_ids: torch.Tensor, num_tokens: int, on_layer: OnLayer | None
-    ) -> None:
-        super().__init__()
-        self._cache, self._layer, self._block_ids = cache, layer, block_ids
-        self._num_tokens, self._on_layer = num_tokens, on_layer
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the pages exist already."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store K/V of T new tokens in the pages; return all of the sequence as read back from them.
-
-        key_states, value_states: (1, heads, T, channels). Returns contiguous (1, heads, context, channels), so that
-        what attention computes cannot depend on where the blocks lie.
-        Raises ModelError if the shape is not that of the cache's spec.
-        """
-        self._check(key_states, value_states)
-        start, stop = self._num_tokens, self._num_tokens + key_states.shape[2]
-        self._cache.write(
-            self._layer, self._block_ids, start, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        )
-        self._num_tokens = stop
-        if self._on_layer is not None:
-            self._on_layer(self._layer, start, stop)
-        key, value = self._cache.read(self._layer, self._block_ids, 0, stop)
-        return key.transpose(0, 1).contiguous()[None], value.transpose(0, 1).contiguous()[None]
-
-    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        spec, tokens = self._cache.spec, key_states.shape[2]
-        wanted = (1, spec.num_kv_heads, tokens, spec.head_size), (1, spec.num_kv_heads, tokens, spec.head_size_v)
-        found = tuple(key_states.shape), tuple(value_states.shape)
-        if found != wanted:
-            raise ModelError(
-                f"layer {self._layer} computed K and V of shapes {found[0]} and {found[1]}, but the cache is for "
-                f"{wanted[0]} and {wanted[1]}; make the cache from this model's kv_cache_spec"
-            )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys attention will see for query_length new tokens, and the position of the first."""
-        return self._num_tokens + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens stored."""
-        return self._num_tokens
-
-    def get_max_length(self) -> int:
-        """Return the number of tokens the sequence's blocks can hold."""
-        return len(self._block_ids) * self._cache.spec.block_size
-
-    # transformers' bodies for these work on tensors of the layer's own, and there are none.
-    def reset(self) -> None:
-        """Refuse: pages are freed by their allocator."""
-        raise NotImplementedError("a paged layer cannot be reset; free its blocks")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse: beam search would need copies of pages."""
-        raise NotImplementedError("a paged layer cannot be reordered for beam search")
-
-    def offload(self) -> None:
-        """Refuse: pages stay where they are."""
-        raise NotImplementedError("a paged layer cannot be offloaded")
-
-    def prefetch(self) -> None:
-        """Refuse: pages stay where they are."""
-        raise NotImplementedError("a paged layer cannot be prefetched")
-
-
-LAYER_CLASSES: dict[str, type[PagedFullAttentionLayer]] = {"full_attention": PagedFullAttentionLayer}
-"""The class for each kind of layer that can be run."""
+Biases = Mapping[str, torch.Tensor]
+"""From a compressor's name to the bias of its gates, (ratio, channels)."""
 
 
 def paged_cache(
-    layer_kinds: tuple[str, ...],
-    cache: PagedKVCache,
-    block_ids: torch.Tensor,
-    num_tokens: int,
-    on_layer: OnLayer | None = None,
+    architecture: Architecture, plan: CachePlan, sequence: PagedSequence, run: Pass, biases: Sequence[Biases]
 ) -> Any:  # noqa: ANN401 - transformers is not typed
-    """Return a transformers Cache for one forward pass of the sequence that has num_tokens tokens in block_ids.
+    """Return a transformers Cache for one forward pass of a sequence, whose cache was made from plan.
 
-    Raises ModelError for a kind of layer without a class.
+    biases: for each layer, those of its compressors' gates.
     """
-    layers = []
-    for layer, kind in enumerate(layer_kinds):
-        if kind not in LAYER_CLASSES:
-            raise ModelError(f"layer {layer} is of kind {kind!r}; only {', '.join(LAYER_CLASSES)} can be run")
-        layers.append(LAYER_CLASSES[kind](cache, layer, block_ids, num_tokens, on_layer))
-    return Cache(layers=layers)
+    layers = zip(architecture.layers, plan.places, biases, strict=True)
+    makers = [_Maker(facts, places, sequence, run, bias) for facts, places, bias in layers]
+    own = Cache(layers=[maker.own() for maker in makers])
+    if architecture.encoder is None:
+        return own
+    positions = architecture.encoder.positions
+    return EncoderDecoderCache(own, Cache(layers=[maker.cross(positions) for maker in makers]))
+
+
+def flush(cache: Any) -> None:  # noqa: ANN401 - transformers is not typed
+    """Write states that only lie in the cache's tensors to the pages."""
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        if isinstance(layer, PagedStateLayer):
+            layer.flush()
+
+
+class _Maker:
+    """Makes the cache layers of one of the model's layers."""
+
+    def __init__(
+        self, facts: LayerFacts, places: dict[str, tuple[int, int]], sequence: PagedSequence, run: Pass, biases: Biases
+    ) -> None:
+        self._facts, self._places, self._sequence, self._run = facts, places, sequence, run
+        self._biases = biases
+
+    def _at(self, what: str) -> tuple[Any, Place]:
+        """The buffer that holds something of this layer, and where in it."""
+        index, layer = self._places[what]
+        buffer = self._sequence.cache.buffers[index]
+        return buffer, Place(index, layer, self._sequence.table(buffer.group), self._run)
+
+    def _attention(self, what: str, facts: AttentionFacts) -> AttentionPages:
+        buffer, place = self._at(what)
+        if isinstance(buffer, PagedLatentCache):
+            return LatentPages(buffer, place, facts.key) if facts.value else SharedPages(buffer, place)
+        return KeyValuePages(buffer, place)
+
+    def _states(self, num_convs: int) -> StatePages:
+        buffer, place = self._at("states")
+        return StatePages(buffer, place, num_convs)
+
+    def _compressor(self, facts: CompressedFacts) -> CompressedPages:
+        entries, inputs = (self._at(f"{facts.name} {what}") for what in ("entries", "inputs"))
+        return CompressedPages(facts, *entries, *inputs, self._biases.get(facts.name))
+
+    def own(self) -> Any:  # noqa: ANN401 - transformers is not typed
+        """Return the layer for what the model keeps of its own tokens."""
+        facts, run = self._facts, self._run
+        if facts.states is not None:
+            states = self._states(facts.states.num_convs)
+            if facts.attention is None:
+                return PagedStateLayer(states, run)
+            return PagedHybridLayer(states, self._attention("attention", facts.attention), facts.attention, run)
+        if facts.attention is None:
+            return DummyLayer()
+        pages = self._attention("attention", facts.attention)
+        if facts.compressed:
+            compressors = [self._compressor(one) for one in facts.compressed]
+            return PagedCompressedLayer(pages, facts.attention, run, compressors)
+        if facts.indexer is not None:
+            return PagedIndexedLayer(pages, IndexerPages(*self._at("indexer")), facts.attention, run)
+        return PagedAttentionLayer(pages, facts.attention, run)
+
+    def cross(self, positions: int) -> Any:  # noqa: ANN401 - transformers is not typed
+        """Return the layer for what the model keeps of the encoder's output."""
+        facts = self._facts.cross
+        return (
+            DummyLayer()
+            if facts is None
+            else PagedCrossLayer(self._attention("cross", facts), facts, self._run, positions)
+        )
