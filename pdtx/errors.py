@@ -4,6 +4,7 @@ PdtxError                        exit code 1
 ├── InputError                   exit code 2: what was given cannot be used
 │   ├── SpecError                a KV cache spec with impossible numbers
 │   ├── LayoutError              an unknown or impossible layout
+│   ├── ParallelError            ranks that cannot share what they would have to
 │   ├── PlanError                two sides that cannot be matched, or a plan that failed its audit
 │   ├── PoolTooSmall             memory that does not hold one request
 │   └── ModelError               a model that cannot be found, read or run

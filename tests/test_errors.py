@@ -16,6 +16,7 @@ from pdtx.errors import (
     PeerError,
     PeerLost,
     PeerUnreachable,
+    ParallelError,
     PlanError,
     PoolTooSmall,
     ProtocolError,
@@ -54,7 +55,8 @@ def test_tree(parent: type[PdtxError], children: list[type[PdtxError]]) -> None:
 
 def test_exit_codes() -> None:
     usage = {cls for cls in ALL if cls.exit_code == 2}
-    assert usage == {InputError, SpecError, LayoutError, PlanError, PoolTooSmall, ModelError, IncompatiblePeer}
+    usual = {InputError, SpecError, LayoutError, ParallelError, PlanError, PoolTooSmall, ModelError, IncompatiblePeer}
+    assert usage == usual
     assert {cls.exit_code for cls in ALL} == {1, 2}
 
 
