@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import tcp
+from benchmarks import plans, tcp
 from benchmarks.rows import Row, machine_to_ourselves, table
 
-BENCHMARKS: dict[str, Callable[[], Row]] = {tcp.NAME: tcp.measure}
+BENCHMARKS: dict[str, Callable[[], Sequence[Row]]] = {tcp.NAME: lambda: [tcp.measure()], plans.NAME: plans.measure}
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     for name, measure in BENCHMARKS.items():
         if arguments.only in (None, name):
             with machine_to_ourselves():
-                rows.append(measure())
+                rows += measure()
     sys.stdout.write(table(rows) + "\n")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([row.as_json() for row in rows], indent=2) + "\n")

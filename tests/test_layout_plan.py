@@ -21,6 +21,7 @@ from pdtx.kvspec import (
 )
 from pdtx.layout import ELEMENT_ORDERS, PARTED_ORDERS, RECORD_ORDERS, STATE_ORDERS, AnyLayout, any_layout
 from pdtx.parallel import rank_spec
+from pdtx.plan import Endpoint, build_plan
 from tests.plan_oracle import Content, Node, Scene, check_arrival, moves_of, plan_of
 
 BLOCK_SIZE, POOL, TOKENS = 4, 6, range(1, 10)
@@ -148,6 +149,15 @@ def test_no_plan_is_expanded_for_its_audit(name: str, consecutive: bool, monkeyp
             scene = replace(scene, src=nodes[0], dst=nodes[1])
         for move in moves_of(scene):
             plan_of(scene, move)
+
+
+def test_a_key_and_the_value_behind_it_are_one_piece() -> None:
+    """One token of one head and layer: two grids, one run; the sizes foretell it."""
+    spec = replace(PLAIN, block_size=1, num_kv_heads=1)
+    layout = any_layout("diffkv_lbnhc", spec, num_layers=1, num_blocks=POOL)
+    plan = build_plan(Endpoint.of(layout, [3]), Endpoint.of(layout, [4]), range(1))
+    assert plan.sizes == {12: 1}
+    assert (plan.flat.src.tolist(), plan.flat.dst.tolist(), plan.flat.nbytes.tolist()) == ([36], [48], [12])
 
 
 NVFP4 = FullAttentionSpec(**COMMON, head_size=16, dtype="uint8", kv_quant_mode=KVQuantMode.NVFP4)
