@@ -476,7 +476,21 @@ def test_a_completion_that_claims_another_size_is_refused(off_by: int) -> None:
         wait_until(lambda: request.unsent == 0, "all layers sent")
         request.nbytes += off_by
         pair.producer.computed(request, 7)
-        with pytest.raises(TransferError, match=rf"completed r wrongly: claims {request.nbytes} bytes, noticed"):
+        with pytest.raises(
+            TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes} bytes, noticed"
+        ):
+            pair.producer.wait(request)
+        assert pair.consumer.next_ready(0.1) is None
+
+
+def test_a_completion_that_claims_other_tokens_is_refused() -> None:
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+        ship(pair.producer, request, complete=False)
+        wait_until(lambda: request.unsent == 0, "all layers sent")
+        request.token_ids = list(request.token_ids)[:-1]
+        pair.producer.computed(request, 7)
+        with pytest.raises(TransferError, match="completed r wrongly: claims 19 tokens"):
             pair.producer.wait(request)
         assert pair.consumer.next_ready(0.1) is None
 

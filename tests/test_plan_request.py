@@ -15,6 +15,8 @@ from pdtx.kvspec import (
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from pdtx.layout import layout_for, make_layout
@@ -74,6 +76,13 @@ class TestNeededPositions:
         seen = [p for p in range(num_tokens) if p // 5 == next_token // 5]
         assert list(needed_positions(chunk, num_tokens)) == seen
 
+    @pytest.mark.parametrize(("num_tokens", "expected"), [(5, range(4)), (7, range(4, 4)), (40, range(36, 40))])
+    def test_a_window_of_compressed_vectors(self, num_tokens: int, expected: range) -> None:
+        spec = SlidingWindowMLASpec(
+            block_size=16, num_kv_heads=1, head_size=8, dtype="bfloat16", compress_ratio=4, sliding_window=3
+        )
+        assert needed_positions(spec, num_tokens) == expected
+
     def test_cross_attention_needs_the_encoders_length(self) -> None:
         with pytest.raises(PlanError, match="say how many"):
             needed_positions(CROSS, 3)
@@ -81,6 +90,9 @@ class TestNeededPositions:
     def test_the_slot_that_bears_the_state(self) -> None:
         assert state_block([7], 1000, 64) == 7
         assert [state_block([7, 8, 9], tokens, 64) for tokens in (1, 64, 65, 129)] == [7, 7, 8, 9]
+        for tokens, size in ((0, 64), (5, 0)):
+            with pytest.raises(PlanError, match="both must be 1 or more"):
+                state_block([7, 8], tokens, size)
         with pytest.raises(PlanError, match="3 blocks of 64 tokens hold no state of 193 tokens"):
             state_block([7, 8, 9], 193, 64)
 
@@ -200,11 +212,18 @@ class TestKindsOfLayers:
 
     def test_a_prefix_that_is_there_is_not_sent_again(self) -> None:
         starts = [buffer.positions.start for buffer in self.plan(cached_tokens=180).buffers]
-        assert starts == [180, 180, 200, 0, 30]
+        assert starts == [180, 180, 200, 0, 0]
 
-    def test_a_full_hit_moves_states_and_nothing_else(self) -> None:
+    def test_a_full_hit_moves_what_is_not_counted_in_tokens(self) -> None:
         moved = {buffer.layer_names: buffer.wire_bytes for buffer in self.plan(cached_tokens=250).buffers}
-        assert moved == {("a",): 0, ("b", "c"): 0, ("d",): 0, ("e",): STATE.real_page_size_bytes, ("f",): 0}
+        encoder = 30 * 2 * 8 * 128 * 2
+        assert moved == {("a",): 0, ("b", "c"): 0, ("d",): 0, ("e",): STATE.real_page_size_bytes, ("f",): encoder}
+
+    @pytest.mark.parametrize(("tokens", "cached", "vectors"), [(42, 0, 10), (3, 0, 0), (42, 10, 8), (42, 42, 0)])
+    def test_only_whole_vectors_of_several_tokens_move(self, tokens: int, cached: int, vectors: int) -> None:
+        layers = {"m": MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="bfloat16", compress_ratio=4)}
+        found = plan_request(side(layers), side(layers), tokens, cached_tokens=cached)
+        assert found.wire_bytes == found.unique_bytes == vectors * 16
         only_attention = {"a": FULL}
         full = plan_request(side(only_attention), side(only_attention), 250, cached_tokens=250)
         assert (full.wire_bytes, full.num_runs, full.amplification) == (0, 0, 1.0)
@@ -287,6 +306,11 @@ class TestModes:
         assert large.direct_s < large.staged_s
         assert small.direct_s > small.staged_s
         assert "1,048,576 runs of 256 B on average" in small.reason
+
+    @pytest.mark.parametrize(("runs", "nbytes", "piece"), [(-1, 10, 1), (1, -1, 1), (5, 0, 0)])
+    def test_impossible_numbers_are_refused(self, runs: int, nbytes: int, piece: int) -> None:
+        with pytest.raises(PlanError, match="cannot be moved"):
+            choose_mode(runs, nbytes, piece_bytes=piece)
 
     def test_auto_follows_the_measured_costs(self) -> None:
         cheap_runs = Costs(run_s=1e-9, pack_run_s=1e-6)

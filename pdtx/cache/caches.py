@@ -9,7 +9,8 @@ import torch
 from pdtx.cache.buffer import PagedBuffer
 from pdtx.errors import CacheError
 from pdtx.kvspec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from pdtx.plan import STATE, needed_positions
+from pdtx.plan import STATE, needed_positions, tokens_per_vector
+from pdtx.units import ceil_div
 
 GroupKind = Literal["full", "window", "chunk", "state", "cross"]
 
@@ -41,13 +42,8 @@ class CacheGroup:
     encoder_positions: int = 0
 
     def positions(self, num_tokens: int) -> range:
-        """Return the positions that a decoder needs of a prompt of num_tokens.
-
-        Where several tokens are compressed into one entry, those of whole entries.
-        """
-        found = needed_positions(self.spec, num_tokens, self.encoder_positions)
-        ratio = getattr(self.spec, "compress_ratio", 1)
-        return found if ratio == 1 else range(found.start, found.stop // ratio * ratio)
+        """Return the positions that a decoder needs of a prompt of num_tokens, see pdtx.plan.needed_positions."""
+        return needed_positions(self.spec, num_tokens, self.encoder_positions)
 
     def first_read(self, num_tokens: int) -> int:
         """Return the first position that computing the token after num_tokens reads or writes."""
@@ -63,7 +59,7 @@ class CacheGroup:
             return STATE if stop == num_tokens and num_tokens else range(0)
         if self.kind == "cross":
             return self.positions(num_tokens) if start == 0 and stop > 0 else range(0)
-        needed, ratio = self.positions(num_tokens), getattr(self.spec, "compress_ratio", 1)
+        needed, ratio = self.positions(num_tokens), tokens_per_vector(self.spec)
         start, stop = start // ratio * ratio, stop // ratio * ratio
         first, last = max(start, needed.start), min(stop, needed.stop)
         return range(first, max(first, last))
@@ -76,7 +72,7 @@ class CacheGroup:
         if self.kind == "state":
             return range(1)
         end = self.encoder_positions if self.kind == "cross" else num_tokens
-        last = -(-end // self.block_size)
+        last = ceil_div(end, self.block_size)
         return range(min(first_position // self.block_size, last), last)
 
 

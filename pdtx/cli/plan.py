@@ -1,7 +1,7 @@
 """`pdtx plan`: what a transfer will be made of, before anything is sent."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,33 +19,35 @@ Record = dict[str, Any]
 _PREFILL, _DECODE, _REQUEST = "Prefill node", "Decode node", "Request"
 _HEADS = ("layers", "kind", "positions", "rank", "runs", "bytes each", "bytes")
 _SIZES_SHOWN = 3
+_NAMES_SHOWN = 8
+_MOST_TOKENS, _MOST_RANKS, _MOST_DRAFTS = 1 << 24, 1024, 1024
 _RESULT_VERSION = 1
+
+
+def _count(text: str, panel: str, *, least: int = 1, most: int = _MOST_TOKENS) -> Any:  # noqa: ANN401 - typer's own type
+    """Return an option for a whole number within bounds."""
+    return typer.Option(help=text, min=least, max=most, rich_help_panel=panel)
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")],
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1, rich_help_panel=_REQUEST)] = 1000,
+    tokens: Annotated[int, _count("Tokens of the prompt.", _REQUEST)] = 1000,
     cached_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens that the decode node has already (prefix hit).", min=0, rich_help_panel=_REQUEST),
+        int, _count("Tokens that the decode node has already (prefix hit).", _REQUEST, least=0)
     ] = 0,
-    encoder_tokens: Annotated[
-        int,
-        typer.Option(help="Positions of an encoder's output.", min=1, rich_help_panel=_REQUEST),
-    ] = 1500,
+    encoder_tokens: Annotated[int, _count("Positions of an encoder's output.", _REQUEST)] = 1500,
     prefill_layout: Annotated[
         str, typer.Option(help="Layout preset; several with commas.", rich_help_panel=_PREFILL)
     ] = "flash_attn_nhd",
     decode_layout: Annotated[
         str, typer.Option(help="Layout preset; several with commas.", rich_help_panel=_DECODE)
     ] = "flash_attn_nhd",
-    prefill_block_size: Annotated[int, typer.Option(help="Tokens in a block.", min=1, rich_help_panel=_PREFILL)] = 16,
-    decode_block_size: Annotated[int, typer.Option(help="Tokens in a block.", min=1, rich_help_panel=_DECODE)] = 16,
-    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1, rich_help_panel=_PREFILL)] = 1,
-    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1, rich_help_panel=_DECODE)] = 1,
+    prefill_block_size: Annotated[int, _count("Tokens in a block.", _PREFILL)] = 16,
+    decode_block_size: Annotated[int, _count("Tokens in a block.", _DECODE)] = 16,
+    prefill_tp: Annotated[int, _count("Tensor-parallel ranks.", _PREFILL, most=_MOST_RANKS)] = 1,
+    decode_tp: Annotated[int, _count("Tensor-parallel ranks.", _DECODE, most=_MOST_RANKS)] = 1,
     draft_layers: Annotated[
-        int,
-        typer.Option(help="Layers of a draft model, here only.", min=0, rich_help_panel=_PREFILL),
+        int, _count("Layers of a draft model, here only.", _PREFILL, least=0, most=_MOST_DRAFTS)
     ] = 0,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), fp8, fp8_ds_mla, nvfp4, ...")] = "auto",
     consecutive: Annotated[
@@ -156,9 +158,9 @@ def _text(model: str, sides: str, found: "RequestPlan", choice: "Choice") -> lis
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     unread = sorted({rank for buffer in found.buffers for rank in buffer.unread})
-    notes = [f"not sent: {', '.join(found.not_sent)} (only the prefill node has them)"] if found.not_sent else []
+    notes = [f"not sent: {_named(found.not_sent)} (only the prefill node has them)"] if found.not_sent else []
     if unread:
-        notes.append(f"prefill ranks that nobody reads, only told of the end: {', '.join(map(str, unread))}")
+        notes.append(f"prefill ranks that nobody reads, only told of the end: {_named(unread)}")
     if not found.wire_bytes:
         notes.append("nothing moves; the decode node is told all the same")
     return [
@@ -191,6 +193,12 @@ def _rows(buffer: "BufferPlan") -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _named(things: Sequence[object]) -> str:
+    """Return a list for a sentence, at a bearable length."""
+    rest = len(things) - _NAMES_SHOWN
+    return ", ".join(map(str, things[:_NAMES_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _size(nbytes: int) -> str:

@@ -327,7 +327,9 @@ class KVConsumer:
             case LayerDone():
                 request.noticed_bytes += message.nbytes
             case Reference():
-                request.references.put(message)
+                # One is asked for at a time; what comes beside that is not kept.
+                if request.references.empty():
+                    request.references.put(message)
             case Failure():
                 reason = f"{session.engine_id} failed in {message.phase}: {message.reason}"
                 self.fail(request, TransferError(reason), tell=False)
@@ -342,11 +344,14 @@ class KVConsumer:
             if request.state is not InboundState.RECEIVING:
                 logger.warning("ignored a second completion of request %s", request.request_id)
                 return
-            if missing is None and complete.nbytes == received == noticed:
+            tokens = complete.num_tokens == request.num_tokens
+            if missing is None and tokens and complete.nbytes == received == noticed:
                 request.complete, request.state = complete, InboundState.READY
                 self._ready.put(request)
                 return
-        claims = f"claims {complete.nbytes} bytes, noticed {noticed}, received {received}"
+        claims = (
+            f"claims {complete.num_tokens} tokens and {complete.nbytes} bytes, noticed {noticed}, received {received}"
+        )
         if missing is not None:
             claims = f"{missing} ({claims})"
         self.fail(

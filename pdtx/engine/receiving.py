@@ -72,7 +72,7 @@ class PayloadReceiver:
         here = match.destination(request.granted(match.group), fault)
         try:
             plan = match.plan(match.moves[move], source, here, layers, positions, merge=False)
-        except PdtxError:
+        except BaseException:
             self._unplace(session_id, key)
             raise
         slices = plan.flat.destination()

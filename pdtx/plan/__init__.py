@@ -4,7 +4,7 @@ from pdtx.plan.audit import audit_run_set, audit_runs
 from pdtx.plan.build import TransferPlan, build_plan
 from pdtx.plan.endpoint import NULL_BLOCK, Endpoint
 from pdtx.plan.modes import Choice, Costs, Mode, StagedPlan, choose_mode, stage
-from pdtx.plan.needed import STATE, needed_positions, state_block
+from pdtx.plan.needed import STATE, needed_positions, state_block, tokens_per_vector
 from pdtx.plan.request import BufferPlan, CacheSide, RequestPlan, plan_request
 from pdtx.plan.runs import Runs, RunSet, Slices
 
@@ -31,4 +31,5 @@ __all__ = [
     "plan_request",
     "stage",
     "state_block",
+    "tokens_per_vector",
 ]

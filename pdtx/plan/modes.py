@@ -55,7 +55,10 @@ def choose_mode(
 
     direct: every run is posted. staged: every run is copied on either side, and only pieces are posted; pack, move
     and unpack follow one another piece by piece, so that the slowest of them counts, and one piece of the others.
+    Raises PlanError for negative numbers, or pieces of less than a byte.
     """
+    if num_runs < 0 or nbytes < 0 or piece_bytes < 1:
+        raise PlanError(f"{num_runs} runs of {nbytes} bytes in pieces of {piece_bytes} cannot be moved")
     costs = costs or Costs()
     pieces = ceil_div(nbytes, piece_bytes)
     wire_s = nbytes / costs.wire_bytes_per_s

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdtx.errors import PlanError
-from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding
+from pdtx.kvspec import CrossAttentionSpec, KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import any_layout
 from pdtx.parallel import RankTransfer, rank_spec, transfers, unread_ranks
 from pdtx.plan.build import TransferPlan, build_plan
 from pdtx.plan.endpoint import Endpoint
-from pdtx.plan.needed import needed_positions
+from pdtx.plan.needed import needed_positions, tokens_per_vector
 from pdtx.plan.runs import Int64s
 from pdtx.units import ceil_div, round_up
 
@@ -129,7 +129,8 @@ def plan_request(
 ) -> RequestPlan:
     """Plan a request's transfer: its needed positions, without those that the destination has already.
 
-    cached_tokens: a prefix that the destination holds; with all num_tokens nothing but states and the notice moves.
+    cached_tokens: a prefix that the destination holds; with all num_tokens only states, what cross
+    attention keeps, and the notice move.
     whole_blocks: round out to the larger of both sides' blocks, as connectors do that know blocks only.
     encoder_positions: of cross attention. sharding: of recurrent states, see pdtx.parallel.rank_spec.
 
@@ -142,7 +143,9 @@ def plan_request(
     for spec, names in dst.kinds().items():
         source = _source_spec(src, names, spec)
         needed = needed_positions(spec, num_tokens, encoder_positions)
-        held = 0 if isinstance(spec, MambaSpec) else cached_tokens
+        # What is not counted in tokens is not a part of a prefix of tokens.
+        held = 0 if isinstance(spec, MambaSpec | CrossAttentionSpec) else cached_tokens
+        held = held // tokens_per_vector(spec) * tokens_per_vector(spec)
         positions = range(min(max(needed.start, held), needed.stop), needed.stop)
         if whole_blocks and positions and not isinstance(spec, MambaSpec):
             unit = max(source.block_size, spec.block_size)
