@@ -476,9 +476,7 @@ def test_a_completion_that_claims_another_size_is_refused(off_by: int) -> None:
         wait_until(lambda: request.unsent == 0, "all layers sent")
         request.nbytes += off_by
         pair.producer.computed(request, 7)
-        with pytest.raises(
-            TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes} bytes, noticed"
-        ):
+        with pytest.raises(TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes} bytes, noticed"):
             pair.producer.wait(request)
         assert pair.consumer.next_ready(0.1) is None
 
