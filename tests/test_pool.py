@@ -284,10 +284,10 @@ def test_a_pool_must_hold_one_request() -> None:
     assert (error.needed, error.available, error.fitting_model_len) == (513 * 2**21, GIB, 8192)
     assert str(error) == (
         "one request of max_model_len 8193 tokens needs 1.00 GiB of KV cache, 1 GiB are available; "
-        "lower max_model_len to 8192 or raise gpu_memory_utilization"
+        "lower max_model_len to 8192 or give more memory (gpu_memory_utilization)"
     )
     for memory in (0, -5):
-        with pytest.raises(PoolTooSmall, match="no memory is left for cache blocks; raise gpu_memory_utilization"):
+        with pytest.raises(PoolTooSmall, match="no memory is left for cache blocks; give more memory"):
             plan_one(model, memory, settings())
     with pytest.raises(PoolTooSmall, match="not even one token fits"):
         plan_one(model, 100, settings())

@@ -84,7 +84,9 @@ def granularity(
     host_memory: Annotated[
         str | None, typer.Option(help="Host memory for the pool; default: 16GiB, simple 8GiB.", show_default=False)
     ] = None,
-    bus: Annotated[float, typer.Option(help="GB/s to the host in one direction, to reckon with.", min=0.001)] = 25.0,
+    bus: Annotated[
+        float, typer.Option(help="GB/s to the host in one direction, to reckon with.", min=0.001, max=1e6)
+    ] = 25.0,
     as_json: Json = False,
 ) -> None:
     """Show in what pieces every connector of vLLM moves one request: bytes of a piece, pieces, what joins them."""

@@ -13,7 +13,7 @@ from pdtx.units import format_bytes
 
 if TYPE_CHECKING:
     from pdtx.kvspec import KVCacheSpec
-    from pdtx.plan import BufferPlan, CacheSide, Choice, RequestPlan
+    from pdtx.plan import BufferPlan, CacheSide, Choice, Endpoint, RequestPlan
 
 Record = dict[str, Any]
 _PREFILL, _DECODE, _REQUEST = "Prefill node", "Decode node", "Request"
@@ -86,10 +86,10 @@ def plan(
     if as_json:
         emit(json.dumps(_record(model, found, choice), indent=2))
     else:
-        sides = (
-            f"{prefill_layout}, blocks of {prefill_block_size}, TP {prefill_tp} -> "
-            f"{decode_layout}, blocks of {decode_block_size}, TP {decode_tp}"
-        )
+        plans = [plan for buffer in found.buffers for plan in buffer.plans]
+        here = _side_text([plan.src for plan in plans], prefill_block_size, prefill_tp)
+        there = _side_text([plan.dst for plan in plans], decode_block_size, decode_tp)
+        sides = f"{here} -> {there}"
         emit("\n".join(_text(model, sides, found, choice)))
 
 
@@ -112,6 +112,12 @@ def _side(layers: "Mapping[str, KVCacheSpec]", layout: str, tp_size: int, consec
         fragmented=not consecutive,
         seed=seed,
     )
+
+
+def _side_text(ends: "list[Endpoint]", block_size: int, tp_size: int) -> str:
+    """Return what one side keeps its caches in."""
+    names = ", ".join(dict.fromkeys(end.layout.name for end in ends)) or "no layer keeps a cache"
+    return f"{names}, blocks of {block_size}, TP {tp_size}"
 
 
 def _record(model: str, found: "RequestPlan", choice: "Choice") -> Record:

@@ -37,17 +37,17 @@ def require_room(groups: Sequence[KVCacheGroupSpec], limits: ServingLimits, avai
     needed = max(max_memory_usage_bytes(groups, limits), bytes_per_block(groups))
     if available <= 0:
         raise PoolTooSmall(
-            "no memory is left for cache blocks; raise gpu_memory_utilization or use a smaller model",
+            "no memory is left for cache blocks; give more memory (gpu_memory_utilization) or use a smaller model",
             needed=needed,
             available=available,
             fitting_model_len=0,
         )
     if needed > available:
         fitting = fitting_model_len(groups, limits, available)
-        hint = f"lower max_model_len to {fitting}" if fitting else "not even one token fits"
+        hint = f"lower max_model_len to {fitting} or" if fitting else "not even one token fits:"
         raise PoolTooSmall(
             f"one request of max_model_len {limits.max_model_len} tokens needs {format_bytes(needed)} of KV cache, "
-            f"{format_bytes(available)} are available; {hint} or raise gpu_memory_utilization",
+            f"{format_bytes(available)} are available; {hint} give more memory (gpu_memory_utilization)",
             needed=needed,
             available=available,
             fitting_model_len=fitting,
