@@ -1,5 +1,6 @@
 """`pdtx demo` as users run it."""
 
+import functools
 import json
 import os
 import signal
@@ -68,7 +69,10 @@ def test_different_dtypes_are_refused_and_nothing_is_left(model: Path, tmp_path:
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_leaves_no_process_behind(model: Path, tmp_path: Path, sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "pdtx", "demo", "--model", str(model), "--output", str(tmp_path / "r.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell starts its background jobs with SIGINT ignored, and these tests may be one.
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeded) as process:
         assert process.stderr is not None
         while "listening" not in process.stderr.readline():
             assert process.poll() is None
@@ -84,7 +88,10 @@ def test_a_signal_leaves_no_process_behind(model: Path, tmp_path: Path, sent: si
 
 def test_a_killed_node_ends_the_demo(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pdtx", "demo", "--model", str(model), "--output", str(tmp_path / "r.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell starts its background jobs with SIGINT ignored, and these tests may be one.
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeded) as process:
         assert process.stderr is not None
         while "listening" not in process.stderr.readline():
             assert process.poll() is None

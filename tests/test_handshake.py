@@ -339,6 +339,7 @@ def test_reference_data_that_nobody_asked_for_is_not_heaped_up() -> None:
         for _ in range(50):
             rogue.dialer.send(Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=b"x"))
         total = layers_done(rogue)
+        wait_until(lambda: bool(pair.consumer._requests), "the request")
         (request,) = pair.consumer._requests.values()
         wait_until(lambda: request.noticed_bytes == total, "all that was sent before")
         assert request.references.qsize() == 1
