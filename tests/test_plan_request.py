@@ -192,6 +192,16 @@ class TestRanks:
                 assert buffer.wire_bytes == expected
 
 
+@pytest.mark.parametrize(
+    "dtype", ["auto", "fp8", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant_k8v4"]
+)
+def test_nothing_is_counted_twice_where_one_rank_sends_whole_blocks_to_one(dtype: str) -> None:
+    """Scales are payload like elements: without copies every byte on the wire is unique."""
+    layers = layer_specs(load_config("llama-3-8b"), kv_cache_dtype=dtype)
+    found = plan_request(side(layers), side(layers), 1_024)
+    assert found.wire_bytes == found.unique_bytes
+
+
 class TestKindsOfLayers:
     LAYERS: Mapping[str, KVCacheSpec] = {"a": FULL, "b": WINDOW, "c": WINDOW, "d": CHUNK, "e": STATE, "f": CROSS}
 

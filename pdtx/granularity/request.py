@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from pdtx.errors import InputError
 from pdtx.kvspec import (
-    AttentionSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -71,11 +70,7 @@ class RequestKind:
     @property
     def page_bytes(self) -> int:
         """Payload of one page of one layer, without padding."""
-        if isinstance(self.spec, MambaSpec):
-            return self.spec.real_page_size_bytes
-        if isinstance(self.spec, AttentionSpec):
-            return self.spec.unpadded_page_size_bytes
-        return self.spec.page_size_bytes
+        return self.spec.unpadded_page_size_bytes
 
     @property
     def nbytes(self) -> int:

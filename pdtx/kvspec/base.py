@@ -28,6 +28,11 @@ class KVCacheSpec(ABC):
         """Bytes of one page of this layer, padding included."""
 
     @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of one page without padding: all that a transfer of it moves."""
+        return self.page_size_bytes
+
+    @property
     def storage_block_size(self) -> int:
         """Tokens stored in one block; differs from block_size only where tokens are compressed."""
         return self.block_size

@@ -44,6 +44,11 @@ class MambaSpec(KVCacheSpec):
         return sum(prod(shape) * dtype_size(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
+    def unpadded_page_size_bytes(self) -> int:
+        """The same: states have no scales."""
+        return self.real_page_size_bytes
+
+    @property
     def page_size_bytes(self) -> int:
         """Bytes of one page, padding included."""
         return self.real_page_size_bytes if self.page_size_padded is None else self.page_size_padded

@@ -162,8 +162,7 @@ def plan_request(
 
 def _payload(spec: KVCacheSpec, positions: int) -> int:
     """Bytes of so many positions of one layer of the whole model."""
-    page = getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
-    return positions * page // (1 if isinstance(spec, MambaSpec) else spec.block_size)
+    return positions * spec.unpadded_page_size_bytes // (1 if isinstance(spec, MambaSpec) else spec.block_size)
 
 
 def _source_spec(src: CacheSide, names: list[str], spec: KVCacheSpec) -> KVCacheSpec:
