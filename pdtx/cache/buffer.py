@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import ClassVar
 
 import torch
 
@@ -54,35 +55,37 @@ class PagedBuffer(ABC):
 
     spec: of one layer with all KV heads of the model. layer_names: one for each layer. group: index of the buffer's
     group in its KVCaches. ranks: of equal layouts, each with memory of its own. block_size: positions in a block.
-    itemsize: bytes of an element when comparing.
+    itemsize: bytes of an element when comparing. usual_name, usual_layout: of a buffer that is given none.
     """
 
+    usual_name: ClassVar[str]
+    usual_layout: ClassVar[str]
     itemsize: int
 
     def __init__(
         self,
         spec: KVCacheSpec,
         *,
-        layout: str,
+        layout: str | None = None,
         num_layers: int,
         num_blocks: int,
-        device: str | torch.device,
-        name: str,
+        device: str | torch.device = "cpu",
+        name: str | None = None,
         layer_names: Sequence[str] | None = None,
         tp_size: int = 1,
         kernel_block_size: int | None = None,
     ) -> None:
-        """Allocate. layout: a preset's name, see pdtx.layout.
+        """Allocate. layout: a preset's name, see pdtx.layout. layer_names: "layers.0", "layers.1", ... where None.
 
         Raises LayoutError, SpecError or ParallelError for impossible numbers, InputError if the memory cannot be had.
         """
-        self.spec, self.name, self.group = spec, name, 0
+        self.spec, self.name, self.group = spec, name or self.usual_name, 0
         self.num_layers, self.num_blocks, self.tp_size = num_layers, num_blocks, tp_size
         self.layer_names = tuple(layer_names or (f"layers.{layer}" for layer in range(num_layers)))
         if len(self.layer_names) != num_layers:
-            raise CacheError(f"buffer {name} has {num_layers} layers and {len(self.layer_names)} names for them")
+            raise CacheError(f"buffer {self.name} has {num_layers} layers and {len(self.layer_names)} names for them")
         self.layout = any_layout(
-            layout,
+            layout or self.usual_layout,
             rank_spec(spec, tp_size),
             num_layers=num_layers,
             num_blocks=num_blocks,
@@ -94,11 +97,16 @@ class PagedBuffer(ABC):
             RankMemory(self.layout, allocate(self.layout.size_bytes, self.device)) for _ in range(tp_size)
         )
         self.block_size = self.layout.block_size * self.layout.blocks_per_manager_block
+        self._open()
         self.poison()
 
     @abstractmethod
     def _check_layout(self) -> None:
         """Raise LayoutError for a layout of another kind."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make the views of the memory, which is there now. Raises LayoutError or SpecError for impossible numbers."""
 
     @property
     def memory(self) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """A paged cache of one vector a token or for several: latent vectors, an indexer's keys, compressed entries."""
 
-from collections.abc import Sequence
-
 import torch
 
 from pdtx.cache.buffer import PagedBuffer
@@ -23,36 +21,17 @@ class PagedLatentCache(PagedBuffer):
 
     spec: MLAAttentionSpec | SlidingWindowMLASpec
 
-    def __init__(
-        self,
-        spec: MLAAttentionSpec | SlidingWindowMLASpec,
-        *,
-        layout: str = "mla",
-        num_layers: int,
-        num_blocks: int,
-        device: str | torch.device = "cpu",
-        name: str = "latent",
-        layer_names: Sequence[str] | None = None,
-        tp_size: int = 1,
-        kernel_block_size: int | None = None,
-    ) -> None:
-        super().__init__(
-            spec,
-            layout=layout,
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            device=device,
-            name=name,
-            layer_names=layer_names,
-            tp_size=tp_size,
-            kernel_block_size=kernel_block_size,
-        )
+    usual_name, usual_layout = "latent", "mla"
+
+    def _open(self) -> None:
+        spec = self.spec
         self.dtype = torch.uint8 if spec.cache_dtype_str == "fp8_ds_mla" else torch_dtype(spec.dtype)
         self.ratio = spec.compress_ratio
         (part,) = self.layout.parts
         order = ("block", "token", "byte")
         self._views = [
-            [rank.view(part, order, self.dtype, {"layer": layer}) for layer in range(num_layers)] for rank in self.ranks
+            [rank.view(part, order, self.dtype, {"layer": layer}) for layer in range(self.num_layers)]
+            for rank in self.ranks
         ]
         self.channels = self._views[0][0].shape[-1]
         self._share, rest = divmod(self.channels * self.dtype.itemsize, self.ratio)

@@ -1,6 +1,5 @@
 """A paged cache of keys and values, seen through a layout."""
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -32,41 +31,21 @@ class PagedKVCache(PagedBuffer):
 
     spec: AttentionSpecs
 
-    def __init__(
-        self,
-        spec: AttentionSpecs,
-        *,
-        layout: str,
-        num_layers: int,
-        num_blocks: int,
-        device: str | torch.device = "cpu",
-        name: str = "full",
-        layer_names: Sequence[str] | None = None,
-        tp_size: int = 1,
-        kernel_block_size: int | None = None,
-    ) -> None:
-        super().__init__(
-            spec,
-            layout=layout,
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            device=device,
-            name=name,
-            layer_names=layer_names,
-            tp_size=tp_size,
-            kernel_block_size=kernel_block_size,
-        )
+    usual_name, usual_layout = "full", "flash_attn_nhd"
+
+    def _open(self) -> None:
+        spec, ranks = self.spec, range(self.tp_size)
         self.dtype = torch_dtype(spec.dtype)
         self.itemsize = self.dtype.itemsize
         self.head_size, self.head_size_v = spec.head_size, getattr(spec, "head_size_v", spec.head_size)
-        self._heads = [heads_of_rank(rank, tp_size, spec.num_kv_heads) for rank in range(tp_size)]
+        self._heads = [heads_of_rank(rank, self.tp_size, spec.num_kv_heads) for rank in ranks]
         # The first rank that holds a head speaks for it.
         self._owners = [
             rank
             for rank, heads in enumerate(self._heads)
             if all(heads.start not in earlier for earlier in self._heads[:rank])
         ]
-        self._views = [[self._pair(rank, layer) for layer in range(num_layers)] for rank in self.ranks]
+        self._views = [[self._pair(rank, layer) for layer in range(self.num_layers)] for rank in self.ranks]
 
     def _check_layout(self) -> None:
         if not isinstance(self.layout, KVCacheLayout | PartedLayout):

@@ -23,29 +23,13 @@ class PagedStateCache(PagedBuffer):
     spec: MambaSpec
     itemsize = 1
 
-    def __init__(
-        self,
-        spec: MambaSpec,
-        *,
-        layout: str = "mamba_sd",
-        num_layers: int,
-        num_blocks: int,
-        device: str | torch.device = "cpu",
-        name: str = "state",
-        layer_names: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(
-            spec,
-            layout=layout,
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            device=device,
-            name=name,
-            layer_names=layer_names,
-        )
+    usual_name, usual_layout = "state", "mamba_sd"
+
+    def _open(self) -> None:
+        spec = self.spec
         self.dtypes = tuple(torch_dtype(dtype) for dtype in spec.dtypes)
         self._nbytes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, self.dtypes, strict=True)]
-        self._views = [self._states(layer) for layer in range(num_layers)]
+        self._views = [self._states(layer) for layer in range(self.num_layers)]
 
     def _check_layout(self) -> None:
         if not isinstance(self.layout, StateLayout):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import get_args
 
 import torch
 
@@ -53,6 +53,11 @@ class BufferPlan:
     group: int
     spec: KVCacheSpec
     layers: list[int] = field(default_factory=list)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """What the layers are called in the buffer."""
+        return [f"layers.{layer}" for layer in self.layers]
 
 
 @dataclass(frozen=True)
@@ -199,20 +204,22 @@ def make_caches(
 def _make_buffer(
     one: BufferPlan, layouts: tuple[str, ...], num_blocks: int, tp_size: int, device: torch.device
 ) -> PagedBuffer:
-    names = [f"layers.{layer}" for layer in one.layers]
-    arguments: dict[str, Any] = {
+    kinds: tuple[tuple[tuple[type[KVCacheSpec], ...], type[PagedBuffer]], ...] = (
+        ((MambaSpec,), PagedStateCache),
+        ((MLAAttentionSpec, SlidingWindowMLASpec), PagedLatentCache),
+        (get_args(AttentionSpecs), PagedKVCache),
+    )
+    cls = next((cls for specs, cls in kinds if isinstance(one.spec, specs)), None)
+    if cls is None:
+        raise InputError(f"buffer {one.name} of {type(one.spec).__name__} cannot be made")
+    return cls(
+        one.spec,
         # The indexer's keys here are vectors like the latent ones: its own presets are for vectors with their scales.
-        "layout": layout_for(one.spec, names[0], layouts),
-        "num_layers": len(names),
-        "num_blocks": num_blocks,
-        "device": device,
-        "name": one.name,
-        "layer_names": names,
-    }
-    if isinstance(one.spec, MambaSpec):
-        return PagedStateCache(one.spec, **arguments)
-    if isinstance(one.spec, MLAAttentionSpec | SlidingWindowMLASpec):
-        return PagedLatentCache(one.spec, **arguments, tp_size=tp_size)
-    if isinstance(one.spec, AttentionSpecs):
-        return PagedKVCache(one.spec, **arguments, tp_size=tp_size)
-    raise InputError(f"buffer {one.name} of {type(one.spec).__name__} cannot be made")
+        layout=layout_for(one.spec, one.layer_names[0], layouts),
+        num_layers=len(one.layers),
+        num_blocks=num_blocks,
+        device=device,
+        name=one.name,
+        layer_names=one.layer_names,
+        tp_size=tp_size,
+    )

@@ -234,7 +234,7 @@ class ModelRunner:
         cache = sequence.cache
         blocks = [buffer.block_size for buffer in cache.buffers if cache.groups[buffer.group].kind != "state"]
         plan = self._plan(blocks[0] if blocks else 1)
-        wanted = [(one.name, one.spec, [f"layers.{layer}" for layer in one.layers]) for one in plan.buffers]
+        wanted = [(one.name, one.spec, one.layer_names) for one in plan.buffers]
         found = [(buffer.name, buffer.spec, list(buffer.layer_names)) for buffer in cache.buffers]
         if wanted != found:
             first = next((pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]), None)
