@@ -1,7 +1,7 @@
 """`pdtx granularity`: in what pieces each of vLLM's connectors moves a model's KV cache, computed from its layouts."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from textwrap import wrap
@@ -11,9 +11,10 @@ import typer
 
 from pdtx.cli.common import emit
 from pdtx.cli.kvcache import one_page_size
-from pdtx.cli.options import BlockSize, Json
+from pdtx.cli.options import BlockSize, ConfigOrPreset, Json, KVCacheDtype, Ranks
+from pdtx.cli.tables import aligned, both_sizes
 from pdtx.errors import InputError
-from pdtx.units import format_bytes, format_seconds, parse_bytes
+from pdtx.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from pdtx.granularity import HeadSplit, OffloadPool, OffloadSettings, RequestKind
@@ -58,12 +59,10 @@ class _Case(NamedTuple):
 
 
 def granularity(
-    model: Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")],
+    model: ConfigOrPreset,
     block_size: BlockSize = 16,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), fp8, fp8_ds_mla, nvfp4, ...")] = "auto",
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", help="Ranks that share the heads.", min=1)
-    ] = 1,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    tensor_parallel_size: Ranks = 1,
     peer_tp: Annotated[
         int | None, typer.Option(help="Ranks of the other side, where they differ.", min=1, show_default=False)
     ] = None,
@@ -219,7 +218,7 @@ def _text(case: _Case, tables: Sequence[Table]) -> list[str]:
     lines = [
         f"{case.model}: one of {case.ranks} ranks{peer}, a request of {case.tokens:,} tokens, run length r = "
         f"{case.run_length}",
-        f"{_size(total)} in all",
+        f"{both_sizes(total)} in all",
         "",
     ]
     for index, kind in enumerate(case.kinds, 1):
@@ -239,7 +238,7 @@ def _kind_text(number: int, kind: "RequestKind") -> list[str]:
     letters = [f"{name} = {value:,}" for name, value in symbols(kind).items()]
     return [
         f"kind {number}: {kind.layers} {type(kind.spec).__name__} (groups: {groups}), page {kind.page_bytes:,} B",
-        f"        {positions}: {kind.blocks:,} blocks, {_size(kind.nbytes)}",
+        f"        {positions}: {kind.blocks:,} blocks, {both_sizes(kind.nbytes)}",
         f"        {', '.join([f'L = {layers}', *letters])}",
     ]
 
@@ -265,7 +264,7 @@ def _transfer_text(case: _Case) -> list[str]:
             for row in rows
             if (row.version, row.kind) == (version, kind)
         ]
-        lines += ["", f"transfer, vLLM {version}{_of_kind(case, kind)}", *_aligned(heads, cells), *notes.lines]
+        lines += ["", f"transfer, vLLM {version}{_of_kind(case, kind)}", *aligned(heads, cells), *notes.lines]
     return lines
 
 
@@ -291,7 +290,7 @@ def _descriptor_text(case: _Case) -> list[str]:
             for row in rows
             if (row.version, row.kind) == (version, kind)
         ]
-        lines += ["", f"NIXL descriptors, vLLM {version}{_of_kind(case, kind)}", *_aligned(heads, cells), *notes.lines]
+        lines += ["", f"NIXL descriptors, vLLM {version}{_of_kind(case, kind)}", *aligned(heads, cells), *notes.lines]
     return lines
 
 
@@ -316,7 +315,7 @@ def _offload_text(case: _Case) -> list[str]:
             for row in rows
             if (row.version, row.kind) == (version, kind)
         ]
-        lines += ["", f"CPU offload, vLLM {version}{_of_kind(case, kind)}", *_aligned(heads, cells), *notes.lines]
+        lines += ["", f"CPU offload, vLLM {version}{_of_kind(case, kind)}", *aligned(heads, cells), *notes.lines]
     return [*lines, *_pool_text(case)]
 
 
@@ -326,7 +325,7 @@ def _pool_text(case: _Case) -> list[str]:
         (
             pool.connector.replace("Connector", ""),
             pool.version,
-            _size(pool.memory).partition(" = ")[2],
+            both_sizes(pool.memory).partition(" = ")[2],
             f"{pool.block_bytes:,}",
             f"{pool.blocks:,}",
             _number(pool.tokens),
@@ -337,8 +336,8 @@ def _pool_text(case: _Case) -> list[str]:
     ]
     total = sum(kind.nbytes for kind in case.kinds)
     rate = f"{case.offload.bytes_per_second / 1e9:g} GB/s"
-    cost = f"the request, {_size(total)}, one way at {rate}: {format_seconds(_bus_seconds(case))}"
-    return ["", f"pools on the host, all of {case.ranks} ranks together", *_aligned(heads, cells), cost]
+    cost = f"the request, {both_sizes(total)}, one way at {rate}: {format_seconds(_bus_seconds(case))}"
+    return ["", f"pools on the host, all of {case.ranks} ranks together", *aligned(heads, cells), cost]
 
 
 class _Notes:
@@ -377,13 +376,3 @@ def _objects(objects: int | None) -> str:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes:,} B = {format_bytes(nbytes)}"
-
-
-def _aligned(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    table = [heads, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

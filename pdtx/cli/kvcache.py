@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdtx.cli.common import emit, note
-from pdtx.cli.options import BlockSize, Json
+from pdtx.cli.options import BlockSize, ConfigOrPreset, Json, KVCacheDtype, Ranks
+from pdtx.cli.tables import aligned, both_sizes
 from pdtx.errors import InputError
-from pdtx.units import format_bytes, parse_bytes
+from pdtx.units import parse_bytes
 
 if TYPE_CHECKING:
     from pdtx.kvspec import KVCacheSpec, ServingLimits
@@ -40,12 +41,10 @@ _PLOT_POINTS = 200
 
 
 def kvcache(
-    model: Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")],
+    model: ConfigOrPreset,
     block_size: BlockSize = 16,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), fp8, fp8_ds_mla, nvfp4, ...")] = "auto",
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", help="Ranks that share the heads.", min=1)
-    ] = 1,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    tensor_parallel_size: Ranks = 1,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Tokens of the longest request; default: the model's.", min=1, show_default=False),
@@ -95,13 +94,13 @@ def one_page_size(layers: Layers) -> Layers:
     state = next((spec for spec in layers.values() if isinstance(spec, MambaSpec)), None)
     if attention is None or state is None:
         return layers
-    aligned, padded = align_hybrid_block_size(attention, state)
-    if aligned.block_size != attention.block_size:
-        note(f"blocks raised from {attention.block_size} to {aligned.block_size} tokens, to hold a state in a page")
+    raised, padded = align_hybrid_block_size(attention, state)
+    if raised.block_size != attention.block_size:
+        note(f"blocks raised from {attention.block_size} to {raised.block_size} tokens, to hold a state in a page")
     return {
         name: replace(spec, page_size_padded=padded.page_size_padded)
         if isinstance(spec, MambaSpec)
-        else spec.copy_with_new_block_size(aligned.block_size)
+        else spec.copy_with_new_block_size(raised.block_size)
         for name, spec in layers.items()
     }
 
@@ -169,12 +168,10 @@ def _text(model: str, ranks: int, limits: "ServingLimits", kinds: "list[LayerKin
     if not kinds:
         return [head, "no layer keeps a KV cache: the model is an encoder"]
     total = sum(kind.max_memory_bytes for kind in kinds)
-    rows = [_HEADS, *(_row(kind) for kind in kinds)]
-    rows.append(
-        ("total", str(sum(kind.count for kind in kinds)), "", "", _per_token(_growing_bytes(kinds)), "", _size(total))
-    )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [_row(kind) for kind in kinds]
+    layers, growing = sum(kind.count for kind in kinds), _per_token(_growing_bytes(kinds))
+    rows.append(("total", str(layers), "", "", growing, "", both_sizes(total)))
+    lines = aligned(_HEADS, rows)
     return [head, "", *lines, *(_pool_text(pool, limits) if pool else [])]
 
 
@@ -187,16 +184,12 @@ def _row(kind: "LayerKind") -> tuple[str, ...]:
         f"{spec.block_size:,} tokens",
         _per_token(kind.bytes_per_token),
         _GROWTH[kind.growth],
-        _size(kind.max_memory_bytes),
+        both_sizes(kind.max_memory_bytes),
     )
 
 
 def _per_token(nbytes: float | None) -> str:
     return "-" if nbytes is None else f"{nbytes:,.2f}".rstrip("0").rstrip(".") + " B"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes:,} B = {format_bytes(nbytes)}"
 
 
 def _pool_text(pool: Record, limits: "ServingLimits") -> list[str]:
@@ -206,9 +199,9 @@ def _pool_text(pool: Record, limits: "ServingLimits") -> list[str]:
     ]
     return [
         "",
-        f"pool in {_size(pool['memory_bytes'])}, groups: {len(groups)}",
+        f"pool in {both_sizes(pool['memory_bytes'])}, groups: {len(groups)}",
         *groups,
-        f"  {pool['num_blocks']:,} blocks of {_size(pool['bytes_per_block'])}",
+        f"  {pool['num_blocks']:,} blocks of {both_sizes(pool['bytes_per_block'])}",
         f"  {pool['blocks_per_request']:,} blocks for a request of {limits.max_model_len:,} tokens: "
         f"{pool['max_concurrency']:.3f} requests at once, {pool['tokens']:,} tokens",
     ]

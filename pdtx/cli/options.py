@@ -52,6 +52,9 @@ TensorParallel = Annotated[
         rich_help_panel=_CACHE,
     ),
 ]
+ConfigOrPreset = Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")]
+KVCacheDtype = Annotated[str, typer.Option(help="auto (the model's), fp8, fp8_ds_mla, nvfp4, ...")]
+Ranks = Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help="Ranks that share the heads.", min=1)]
 Key = Annotated[
     Path | None,
     typer.Option(

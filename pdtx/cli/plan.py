@@ -1,15 +1,15 @@
 """`pdtx plan`: what a transfer will be made of, before anything is sent."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pdtx.cli.common import emit
-from pdtx.cli.options import Json
+from pdtx.cli.options import ConfigOrPreset, Json, KVCacheDtype
+from pdtx.cli.tables import aligned, both_sizes, named
 from pdtx.errors import InputError
-from pdtx.units import format_bytes
 
 if TYPE_CHECKING:
     from pdtx.kvspec import KVCacheSpec
@@ -19,7 +19,6 @@ Record = dict[str, Any]
 _PREFILL, _DECODE, _REQUEST = "Prefill node", "Decode node", "Request"
 _HEADS = ("layers", "kind", "positions", "rank", "runs", "bytes each", "bytes")
 _SIZES_SHOWN = 3
-_NAMES_SHOWN = 8
 _MOST_TOKENS, _MOST_RANKS, _MOST_DRAFTS = 1 << 24, 1024, 1024
 _RESULT_VERSION = 1
 
@@ -30,7 +29,7 @@ def _count(text: str, panel: str, *, least: int = 1, most: int = _MOST_TOKENS) -
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")],
+    model: ConfigOrPreset,
     tokens: Annotated[int, _count("Tokens of the prompt.", _REQUEST)] = 1000,
     cached_tokens: Annotated[
         int, _count("Tokens that the decode node has already (prefix hit).", _REQUEST, least=0)
@@ -49,7 +48,7 @@ def plan(
     draft_layers: Annotated[
         int, _count("Layers of a draft model, here only.", _PREFILL, least=0, most=_MOST_DRAFTS)
     ] = 0,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), fp8, fp8_ds_mla, nvfp4, ...")] = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     consecutive: Annotated[
         bool, typer.Option("--consecutive", help="Blocks lie one after another, not scattered over the pool.")
     ] = False,
@@ -160,13 +159,11 @@ def _buffer_record(buffer: "BufferPlan") -> Record:
 
 
 def _text(model: str, sides: str, found: "RequestPlan", choice: "Choice") -> list[str]:
-    rows = [_HEADS, *(row for buffer in found.buffers for row in _rows(buffer))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(_HEADS, (row for buffer in found.buffers for row in _rows(buffer)))
     unread = sorted({rank for buffer in found.buffers for rank in buffer.unread})
-    notes = [f"not sent: {_named(found.not_sent)} (only the prefill node has them)"] if found.not_sent else []
+    notes = [f"not sent: {named(found.not_sent)} (only the prefill node has them)"] if found.not_sent else []
     if unread:
-        notes.append(f"prefill ranks that nobody reads, only told of the end: {_named(unread)}")
+        notes.append(f"prefill ranks that nobody reads, only told of the end: {named(unread)}")
     if not found.wire_bytes:
         notes.append("nothing moves; the decode node is told all the same")
     return [
@@ -174,7 +171,7 @@ def _text(model: str, sides: str, found: "RequestPlan", choice: "Choice") -> lis
         "",
         *lines,
         "",
-        f"runs {found.num_runs:,}, wire {_size(found.wire_bytes)}, unique {_size(found.unique_bytes)}, "
+        f"runs {found.num_runs:,}, wire {both_sizes(found.wire_bytes)}, unique {both_sizes(found.unique_bytes)}, "
         f"amplification {found.amplification:.3f}",
         f"mode {choice.mode}: {choice.reason}",
         *notes,
@@ -199,13 +196,3 @@ def _rows(buffer: "BufferPlan") -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _named(things: Sequence[object]) -> str:
-    """Return a list for a sentence, at a bearable length."""
-    rest = len(things) - _NAMES_SHOWN
-    return ", ".join(map(str, things[:_NAMES_SHOWN])) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes:,} B = {format_bytes(nbytes)}"
