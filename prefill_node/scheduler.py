@@ -83,7 +83,7 @@ class PrefillScheduler:
                 f"{self.runner.max_model_len}"
             )
         needed = self.producer.blocks_needed(len(job.token_ids))
-        self._check_possible(needed)
+        self.producer.allocator.check_possible(needed)
         if not self.producer.allocator.fits(needed) and not (
             patient and self.producer.wait_for_blocks(needed, self.timeout_s)
         ):
@@ -98,15 +98,6 @@ class PrefillScheduler:
             ignore_eos=self.ignore_eos,
         )
         return _Active(request, PagedSequence(self.producer.cache, request.tables), job.features)
-
-    def _check_possible(self, needed: Sequence[int]) -> None:
-        """Raise OutOfBlocks if no group's pool will ever have so many blocks."""
-        for group, count in zip(self.producer.cache.groups, needed, strict=True):
-            if count > group.num_blocks - 1:
-                raise OutOfBlocks(
-                    f"{count} blocks needed in group {group.name}, its pool has {group.num_blocks - 1}; "
-                    "give more --num-blocks"
-                )
 
     def _step(self, active: deque[_Active], shipped: list[OutboundRequest]) -> None:
         """Compute one chunk of the request whose turn it is."""

@@ -1,6 +1,6 @@
 """Paged caches on torch: memory, groups and buffers, blocks, coordinate codes and verification."""
 
-from pdtx.cache.allocator import NULL_BLOCK, BlockAllocator, Blocks
+from pdtx.cache.allocator import BlockAllocator, Blocks
 from pdtx.cache.buffer import PagedBuffer, RankMemory
 from pdtx.cache.caches import CacheGroup, GroupKind, KVCaches, group_kind
 from pdtx.cache.codes import POISON, CoordinateCodes
@@ -12,7 +12,6 @@ from pdtx.cache.states import PagedStateCache
 from pdtx.cache.verify import Mismatch, Verification, compare, describe_mismatch
 
 __all__ = [
-    "NULL_BLOCK",
     "POISON",
     "BlockAllocator",
     "Blocks",

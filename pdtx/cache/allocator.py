@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdtx.errors import OutOfBlocks, StaleBlocks
+from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
-
-NULL_BLOCK = 0
-"""Never handed out, as in vLLM: the block that stands for 'no block' in a block table."""
 
 
 @dataclass(frozen=True)

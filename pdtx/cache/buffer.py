@@ -16,6 +16,7 @@ from pdtx.errors import CacheError
 from pdtx.kvspec import KVCacheSpec
 from pdtx.layout import AnyLayout, Part, RecordLayout, any_layout
 from pdtx.parallel import rank_spec
+from pdtx.units import ceil_div
 
 _NOWHERE: Mapping[str, int] = {}
 
@@ -168,10 +169,9 @@ class PagedBuffer(ABC):
         from_position: positions at the start of each block that are left out.
         """
         steps, count, size = self._steps(block_ids), self.layout.blocks_per_manager_block, self.layout.block_size
-        per_step = self.layout.tokens_per_step if isinstance(self.layout, RecordLayout) else 1
-        found = 0
+        per_step, found = self.layout.parts[0].layout.tokens_per_step, 0
         for place in range(count):
-            first = -(-min(max(from_position - place * size, 0), size) // per_step)
+            first = ceil_div(min(max(from_position - place * size, 0), size), per_step)
             found += sum(part.count(steps[place::count], first) for rank in self.ranks for part in rank.poisoned)
         return found
 

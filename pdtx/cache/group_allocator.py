@@ -5,8 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from pdtx.cache.allocator import BlockAllocator, Blocks
 from pdtx.errors import OutOfBlocks
+from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 
 
@@ -19,6 +22,13 @@ class GroupBlocks:
     def __len__(self) -> int:
         """Blocks of all groups."""
         return sum(len(blocks) for blocks in self.groups)
+
+    def tables(self, places: Sequence[range]) -> tuple[Int64s, ...]:
+        """Return a block table for each group: its blocks at places, which are as many; the null block before them."""
+        tables = tuple(np.full(place.stop, NULL_BLOCK, np.int64) for place in places)
+        for table, place, taken in zip(tables, places, self.groups, strict=True):
+            table[place.start :] = taken.ids
+        return tables
 
 
 class GroupAllocator:
@@ -49,7 +59,9 @@ class GroupAllocator:
         """Raise OutOfBlocks, naming the group, if the pools can never hand out so many at once."""
         for name, pool, count in zip(self.names, self.pools, counts, strict=True):
             if count > pool.num_blocks - 1:
-                raise OutOfBlocks(f"group {name}: {count} blocks needed, its pool has {pool.num_blocks - 1}")
+                raise OutOfBlocks(
+                    f"group {name}: {count} blocks needed, its pool has {pool.num_blocks - 1}; give more --num-blocks"
+                )
 
     def allocate(self, counts: Sequence[int]) -> GroupBlocks:
         """Hand out so many blocks of each group. Raises OutOfBlocks, handing out none, if one has fewer."""

@@ -8,6 +8,7 @@ from pdtx.cache.tokens import put_tokens, take_tokens
 from pdtx.errors import CacheError, LayoutError
 from pdtx.kvspec import MLAAttentionSpec, SlidingWindowMLASpec
 from pdtx.layout import RecordLayout
+from pdtx.units import ceil_div
 
 
 class PagedLatentCache(PagedBuffer):
@@ -79,7 +80,7 @@ class PagedLatentCache(PagedBuffer):
 
     def _rows(self, rank: int, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return what each of tokens start..stop has of its vector on a rank: uint8, (T, bytes)."""
-        first, last = start // self.ratio, -(-stop // self.ratio)
+        first, last = start // self.ratio, ceil_div(stop, self.ratio)
         vectors = take_tokens(self._views[rank][layer], self._steps(block_ids), first, last)
         shares = vectors.view(torch.uint8).reshape(-1, self._share)
         return shares[start - first * self.ratio :][: stop - start]

@@ -2,6 +2,8 @@
 
 import torch
 
+from pdtx.units import ceil_div
+
 
 def put_tokens(view: torch.Tensor, steps: torch.Tensor, start: int, rows: torch.Tensor) -> None:
     """Store rows (T, ...) as tokens start.. in a view (block steps, tokens of a step, ...).
@@ -18,6 +20,6 @@ def take_tokens(view: torch.Tensor, steps: torch.Tensor, start: int, stop: int) 
     # Whole blocks first, then the slice: several times as fast as an index for every token.
     size = view.shape[1]
     first = start // size
-    used = steps[first : -(-stop // size)] if stop > start else steps[:0]
+    used = steps[first : ceil_div(stop, size)] if stop > start else steps[:0]
     tokens = view.index_select(0, used).reshape(-1, *view.shape[2:])
     return tokens[start - first * size : stop - first * size].contiguous()

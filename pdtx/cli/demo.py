@@ -10,6 +10,7 @@ import typer
 from pdtx.cli import options as opt
 from pdtx.cli.common import emit, note
 from pdtx.errors import ModelError
+from pdtx.units import ceil_div
 
 if TYPE_CHECKING:
     from pdtx.report import RequestRow
@@ -127,7 +128,7 @@ def _prompts(model: Path, block_size: int, max_tokens: int) -> list[str]:
     tokens = Tokenizer.from_file(str(file)).encode(_TEXT * 20).ids
     story = Tokenizer.from_file(str(file)).encode("The three things that matter most when moving data are").ids
     long = min(_LONG, config.get("max_position_embeddings", _LONG) - max_tokens)
-    tokens *= -(-_LONG // len(tokens))
+    tokens *= ceil_div(_LONG, len(tokens))
     counts = {"long": tokens[:long], "one-token": tokens[:1], "one-block": tokens[:block_size]}
     counts |= {"block+1": tokens[: block_size + 1], "sentence": story}
     return [msgspec.json.encode({"id": name, "token_ids": ids}).decode() for name, ids in counts.items()]

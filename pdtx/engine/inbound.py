@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
 from pdtx.cache import GroupBlocks
 from pdtx.engine.arrivals import Arrivals
 from pdtx.engine.matching import Match
@@ -84,12 +82,7 @@ class InboundRequest:
     def take(self, blocks: GroupBlocks) -> None:
         """Fill the block tables with blocks, which are as many as needs say."""
         self.blocks = blocks
-        tables = list[Int64s]()
-        for need, taken in zip(self.needs, blocks.groups, strict=True):
-            table = np.zeros(need.blocks.stop, np.int64)
-            table[need.blocks.start :] = taken.ids
-            tables.append(table)
-        self.tables = tuple(tables)
+        self.tables = blocks.tables([need.blocks for need in self.needs])
 
     def granted(self, group: int) -> Int64s:
         """A group's block table as far as the producer may write it, the null block where it may not."""

@@ -154,9 +154,7 @@ class KVProducer:
         """Take blocks in every group, and make the block tables. Raises OutOfBlocks, taking none."""
         places = [group.table_blocks(len(token_ids)) for group in self.cache.groups]
         blocks = self.allocator.allocate([len(place) for place in places])
-        sources = tuple(np.zeros(place.stop, np.int64) for place in places)
-        for source, place, taken in zip(sources, places, blocks.groups, strict=True):
-            source[place.start :] = taken.ids
+        sources = blocks.tables(places)
         tables = tuple(torch.as_tensor(source, device=self.cache.device) for source in sources)
         return OutboundRequest(request_id, token_ids, blocks, tables, deadline, sources)
 

@@ -93,4 +93,6 @@ class Layout(ABC):
         block): manager's block b is then the steps b * n .. b * n + n - 1, and the token axis counts a step's tokens.
         """
         ids, count = np.asarray(block_ids, dtype=np.int64), self.blocks_per_manager_block
+        if count == 1:
+            return ids
         return (ids[:, None] * count + np.arange(count, dtype=np.int64)).reshape(-1)

@@ -58,11 +58,6 @@ class RecordLayout(StridedLayout):
         around = self.axes[: min(hidden, default=len(self.axes))]
         return frozenset(axis.name for axis in around if axis.name not in self.opaque)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self.extent("token") * self.tokens_per_step
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:

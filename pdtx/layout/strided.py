@@ -97,7 +97,17 @@ class StridedLayout(Layout):
     @property
     def block_size(self) -> int:
         """Positions in a step of the block axis: 1 where it has no token axis."""
+        return self.token_steps * self.tokens_per_step
+
+    @property
+    def token_steps(self) -> int:
+        """Steps of the token axis: 1 where there is none."""
         return self.extent("token") if "token" in self.by_name else 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens for which one step of the token axis stands: 1, where a class does not say otherwise."""
+        return 1
 
     @property
     def bytes_per_block(self) -> int:

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from pdtx.errors import PlanError
-from pdtx.layout import Part, RecordLayout, StridedLayout
+from pdtx.layout import Part, StridedLayout
 from pdtx.parallel import Box
 from pdtx.plan.audit import audit_run_set
 from pdtx.plan.endpoint import Endpoint
@@ -137,11 +137,9 @@ class _PartCopy:
     def steps(self) -> range:
         """The tokens as steps of the token axis."""
         layout = self.src_part.layout
-        if whole_blocks(layout, self.dst_part.layout):
-            return _stepped(self.tokens, layout.block_size, layout.block_size // _token_steps(layout))
-        if isinstance(layout, RecordLayout):
-            return _stepped(self.tokens, layout.tokens_per_step, layout.tokens_per_step)
-        return self.tokens
+        together = whole_blocks(layout, self.dst_part.layout)
+        unit = layout.block_size if together else layout.tokens_per_step
+        return _stepped(self.tokens, unit, layout.tokens_per_step)
 
     def nbytes(self, box: Box) -> int:
         """Payload bytes of a box, by its extents alone."""
@@ -153,7 +151,7 @@ class _PartCopy:
     def grids(self, box: Box) -> list[RunGrid]:
         """Return the runs of a box: one grid for each length of segment."""
         src, dst = self.src_part.layout, self.dst_part.layout
-        starts, counts = _segments(self.steps, min(_token_steps(src), _token_steps(dst)))
+        starts, counts = _segments(self.steps, min(src.token_steps, dst.token_steps))
         edges = np.concatenate(([0], np.flatnonzero(np.diff(counts)) + 1, [len(counts)])).tolist()
         return [
             self._grid(box, starts[first:last], int(counts[first])) for first, last in pairwise(edges) if last > first
@@ -181,11 +179,6 @@ class _PartCopy:
         )
 
 
-def _token_steps(layout: StridedLayout) -> int:
-    """Steps of the token axis in a block."""
-    return layout.extent("token") if "token" in layout.by_name else 1
-
-
 def _stepped(tokens: range, unit: int, tokens_per_step: int) -> range:
     """Return tokens as steps of tokens_per_step each; the first and last units of tokens are taken whole."""
     steps = unit // tokens_per_step
@@ -203,7 +196,7 @@ def _segments(steps: range, unit: int) -> tuple[Int64s, Int64s]:
 
 def _offsets(side: Endpoint, layout: StridedLayout, starts: Int64s) -> Int64s:
     """Byte offsets of each segment's block and first token."""
-    block, token = np.divmod(starts, _token_steps(layout))
+    block, token = np.divmod(starts, layout.token_steps)
     stride = layout.stride("token") if "token" in layout.by_name else 0
     offsets: Int64s = side.block_ids[block] * layout.stride("block") + token * stride
     return offsets

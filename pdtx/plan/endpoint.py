@@ -11,7 +11,7 @@ from pdtx.plan.runs import Int64s
 from pdtx.units import ceil_div
 
 NULL_BLOCK = 0
-"""The manager's block that stands where a table has none: nothing of it is ever read or written."""
+"""The manager's block that stands where a table has none: never handed out (as in vLLM), read or written."""
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 
 from pdtx.errors import PlanError
-from pdtx.layout import KVCacheLayout, Layout, Part, PartedLayout, RecordLayout, StridedLayout
+from pdtx.layout import KVCacheLayout, Layout, Part, PartedLayout, StridedLayout
 from pdtx.parallel import Box, Cut
 
-_WORDS = {
-    "layer": "layer", "kv": "K/V part", "head": "KV head", "channel": "channel", "byte": "byte", "step": "step",
-    "element": "element",
-}  # fmt: skip
+_WORDS = {"kv": "K/V part", "head": "KV head"}
+"""What axes are called in messages, where that is not their name."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def check_parts(src: StridedLayout, dst: StridedLayout) -> None:
                         f"{one.name} has no axis {axis}, which {other.name} has; they hold different things"
                     )
     _same("bytes of an element", src, src.itemsize, dst, dst.itemsize)
-    _same("tokens in a step", src, _tokens_per_step(src), dst, _tokens_per_step(dst))
+    _same("tokens in a step", src, src.tokens_per_step, dst, dst.tokens_per_step)
     small, large = sorted((src.block_size, dst.block_size))
     if large % small:
         raise PlanError(
@@ -116,10 +114,6 @@ def _check_cut(src: StridedLayout, dst: StridedLayout, cut: Cut) -> int:
 
 def _extent(layout: StridedLayout, axis: str) -> int:
     return layout.extent(axis) if axis in layout.by_name else 1
-
-
-def _tokens_per_step(layout: StridedLayout) -> int:
-    return layout.tokens_per_step if isinstance(layout, RecordLayout) else 1
 
 
 def _same(what: str, src: StridedLayout, ours: int, dst: StridedLayout, theirs: int) -> None:

@@ -9,9 +9,10 @@ from typing import Any, Self
 
 import torch
 
-from pdtx.cache import NULL_BLOCK, CacheGroup, KVCaches, torch_dtype
+from pdtx.cache import CacheGroup, KVCaches, torch_dtype
 from pdtx.errors import ModelError
 from pdtx.layout import parse_layouts
+from pdtx.plan import NULL_BLOCK
 from pdtx.runner.architecture import Architecture
 from pdtx.runner.buffers import CachePlan, make_caches, plan_cache
 from pdtx.runner.checkpoint import fingerprint

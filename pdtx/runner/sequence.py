@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdtx.cache import NULL_BLOCK, CacheGroup, KVCaches
+from pdtx.cache import CacheGroup, KVCaches
 from pdtx.errors import CacheError
+from pdtx.plan import NULL_BLOCK
 
 
 @dataclass
