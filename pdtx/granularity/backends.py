@@ -1,15 +1,8 @@
 """Which layout a backend gives to layers of a spec."""
 
 from pdtx.errors import LayoutError
-from pdtx.kvspec import (
-    KVCacheSpec,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    TQFullAttentionSpec,
-)
-from pdtx.layout import StridedLayout, any_layout
+from pdtx.kvspec import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from pdtx.layout import StridedLayout, any_layout, cache_kind
 from pdtx.layout.presets import PACKED_ORDERS, is_cross_layer
 
 _BLOCKS = 2
@@ -35,19 +28,19 @@ def backend_layout(backend: str, spec: KVCacheSpec, layers: int, *, beside_state
 
 
 def _preset(backend: str, spec: KVCacheSpec, beside_states: bool) -> str:
-    if isinstance(spec, MambaSpec):
+    kind = cache_kind(spec)
+    if kind == "mamba":
         raise LayoutError(f"{backend} holds keys and values, not states")
-    mode = getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
-        return _alone(_latent(spec), backend)
-    quantized = _quantized(spec, mode)
-    if quantized and backend.startswith("flash_attn"):
-        raise LayoutError(f"FlashAttention does not hold {quantized} caches")
-    backend = backend.replace("default", "flashinfer" if quantized else "flash_attn")
-    if quantized == "turboquant":
-        return _alone(quantized, backend)
-    if quantized:
-        return _scaled(quantized, backend)
+        return _alone(kind, backend)
+    plain = kind in ("plain", "diffkv")
+    if not plain and backend.startswith("flash_attn"):
+        raise LayoutError(f"FlashAttention does not hold {kind} caches")
+    backend = backend.replace("default", "flash_attn" if plain else "flashinfer")
+    if kind == "turboquant":
+        return _alone(kind, backend)
+    if not plain:
+        return _scaled(kind, backend)
     if backend in PACKED_ORDERS:
         return f"vllm_{backend}"
     if beside_states and backend.startswith("flash_attn"):
@@ -55,26 +48,11 @@ def _preset(backend: str, spec: KVCacheSpec, beside_states: bool) -> str:
     return backend
 
 
-def _latent(spec: MLAAttentionSpec | SlidingWindowMLASpec) -> str:
-    if spec.model_version == "deepseek_v4":
-        return "deepseek_v4"
-    return "mla" if isinstance(spec, MLAAttentionSpec) else "deepseek_v4_compressor"
-
-
 def _alone(kind: str, backend: str) -> str:
     """A kind with one layout in 0.22, whatever backend and order of heads; without a cross-layer form."""
     if is_cross_layer(backend):
         raise LayoutError(f"{kind} has no cross-layer form")
     return f"{kind}_{backend}" if backend in PACKED_ORDERS else kind
-
-
-def _quantized(spec: KVCacheSpec, mode: KVQuantMode) -> str:
-    """The layouts of a spec whose records are more than elements; empty for plain ones."""
-    if isinstance(spec, TQFullAttentionSpec):
-        return "turboquant"
-    if mode.is_per_token_head:
-        return "per_token_head"
-    return "nvfp4" if mode is KVQuantMode.NVFP4 else ""
 
 
 def _scaled(kind: str, backend: str) -> str:

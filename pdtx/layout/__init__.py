@@ -10,7 +10,7 @@ a plan needs of each are its parts, which are StridedLayouts.
 """
 
 from pdtx.layout.base import Int64s, Layout, Part
-from pdtx.layout.choose import layout_for, parse_layouts
+from pdtx.layout.choose import cache_kind, layout_for, parse_layouts
 from pdtx.layout.elements import AXIS_NAMES, KVCacheLayout
 from pdtx.layout.make import AnyLayout, any_layout, make_layout
 from pdtx.layout.parted import PartedLayout, make_parted_layout
@@ -47,6 +47,7 @@ __all__ = [
     "StateLayout",
     "StridedLayout",
     "any_layout",
+    "cache_kind",
     "layout_for",
     "layout_name",
     "make_layout",

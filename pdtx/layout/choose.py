@@ -43,13 +43,16 @@ def layout_for(spec: KVCacheSpec, layer_name: str, names: tuple[str, ...]) -> st
     Kin: for the attention layout flashinfer_hnd, per-token-head K/V lie in triton_per_token_head_hnd; for vLLM 0.32's
     orders, latent vectors lie in mla_lbnhc, and so on. layer_name tells an indexer's cache from latent vectors.
     """
-    kind = _kind(spec, layer_name)
+    kind = cache_kind(spec, layer_name)
     named = [name for name in names if _is_for(name, kind)]
     return named[0] if named else _kin(kind, names[0])
 
 
-def _kind(spec: KVCacheSpec, layer_name: str) -> str:
-    """What a layer keeps, in the words of the presets' names."""
+def cache_kind(spec: KVCacheSpec, layer_name: str = "") -> str:
+    """Return what a layer keeps, in the words of the presets' names; "plain" or "diffkv" for elements alone.
+
+    layer_name: tells an indexer's cache from latent vectors.
+    """
     if isinstance(spec, MambaSpec):
         return "mamba"
     if isinstance(spec, TQFullAttentionSpec) and spec.tq_slot_size:
