@@ -30,20 +30,11 @@ from tests.engine_pair import (
     require_contents,
     scramble,
 )
+from tests.heads_taken import HEADS_TAKEN
 
 TOKENS, BLOCK, LAYERS, CHANNELS = 40, 16, 2, 8
 UNREAD = 0xAB
 
-# Destination rank -> [(source rank, the model's heads taken)], as an outside source has them.
-HEADS_TAKEN: dict[tuple[int, int, int], dict[int, list[tuple[int, list[int]]]]] = {
-    (4, 4, 8): {r: [(r, [2 * r, 2 * r + 1])] for r in range(4)},
-    (4, 2, 8): {0: [(0, [0, 1]), (1, [2, 3])], 1: [(2, [4, 5]), (3, [6, 7])]},
-    (2, 4, 8): {0: [(0, [0, 1])], 1: [(0, [2, 3])], 2: [(1, [4, 5])], 3: [(1, [6, 7])]},
-    (1, 4, 2): {0: [(0, [0])], 1: [(0, [0])], 2: [(0, [1])], 3: [(0, [1])]},
-    (8, 16, 8): {r: [(r // 2, [r // 2])] for r in range(16)},
-    (8, 1, 2): {0: [(0, [0]), (4, [1])]},
-    (2, 1, 1): {0: [(0, [0])]},
-}
 LATENT_TAKEN = {(8, 4): [0, 2, 4, 6], (4, 8): [0, 0, 1, 1, 2, 2, 3, 3]}
 
 

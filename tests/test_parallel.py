@@ -1,15 +1,12 @@
 """Which rank holds which heads, and who sends what to whom (case H2's table)."""
 
-from collections.abc import Mapping
-
 import pytest
 
 from pdtx.errors import ModelError, ParallelError, SpecError
 from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, Segment, StateSharding
 from pdtx.models import layer_specs, load_config, preset_names, state_sharding
 from pdtx.parallel import Box, Cut, heads_of_rank, rank_spec, sources, transfers, unread_ranks
-
-Expected = Mapping[int, list[tuple[int, list[int]]]]
+from tests.heads_taken import HEADS_TAKEN
 
 
 def attention(heads: int) -> FullAttentionSpec:
@@ -17,17 +14,6 @@ def attention(heads: int) -> FullAttentionSpec:
 
 
 MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype="bfloat16")
-
-# D rank: [(P rank, global heads taken)]
-H2: list[tuple[int, int, int, Expected]] = [
-    (4, 4, 8, {rank: [(rank, [2 * rank, 2 * rank + 1])] for rank in range(4)}),
-    (4, 2, 8, {0: [(0, [0, 1]), (1, [2, 3])], 1: [(2, [4, 5]), (3, [6, 7])]}),
-    (2, 4, 8, {0: [(0, [0, 1])], 1: [(0, [2, 3])], 2: [(1, [4, 5])], 3: [(1, [6, 7])]}),
-    (1, 4, 2, {0: [(0, [0])], 1: [(0, [0])], 2: [(0, [1])], 3: [(0, [1])]}),
-    (8, 16, 8, {rank: [(rank // 2, [rank // 2])] for rank in range(16)}),
-    (8, 1, 2, {0: [(0, [0]), (4, [1])]}),
-    (2, 1, 1, {0: [(0, [0])]}),
-]
 
 
 def global_heads(src_rank: int, src_tp: int, heads: int, boxes: tuple[Box, ...]) -> list[int]:
@@ -37,8 +23,9 @@ def global_heads(src_rank: int, src_tp: int, heads: int, boxes: tuple[Box, ...])
     return [own[cut.src + step] for cut in cuts for step in range(cut.count)]
 
 
-@pytest.mark.parametrize(("src_tp", "dst_tp", "heads", "expected"), H2)
-def test_the_tables_rows(src_tp: int, dst_tp: int, heads: int, expected: Expected) -> None:
+@pytest.mark.parametrize("case", HEADS_TAKEN)
+def test_the_tables_rows(case: tuple[int, int, int]) -> None:
+    (src_tp, dst_tp, heads), expected = case, HEADS_TAKEN[case]
     moves = transfers(attention(heads), src_tp, dst_tp)
     for rank in range(dst_tp):
         found = [

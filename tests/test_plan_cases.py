@@ -3,7 +3,7 @@
 Each fault is written down as a planner of its own, and the same check that passes the plan must turn it red.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from pdtx.layout import Axis, Layout, PartedLayout, RecordLayout, StridedLayout,
 from pdtx.models import layer_specs, load_config, preset_names
 from pdtx.parallel import Box, Cut, RankTransfer, heads_of_rank, rank_spec, transfers, unread_ranks
 from pdtx.plan import CacheSide, Endpoint, Runs, TransferPlan, audit_runs, build_plan, plan_request
+from tests.heads_taken import HEADS_TAKEN
 from tests.plan_oracle import POISON, Cells, Content, Node, Scene, copy_runs
 
 Int64s = npt.NDArray[np.int64]
@@ -216,18 +217,6 @@ class TestPieces:
             build_plan(ends[0], ends[1], range(63 * 16))
 
 
-Sources = Mapping[int, list[tuple[int, list[int]]]]
-"""Of each D rank: the P ranks it reads, and the model's heads that it takes from each."""
-
-H2: list[tuple[int, int, int, Sources]] = [
-    (4, 4, 8, {rank: [(rank, [2 * rank, 2 * rank + 1])] for rank in range(4)}),
-    (4, 2, 8, {0: [(0, [0, 1]), (1, [2, 3])], 1: [(2, [4, 5]), (3, [6, 7])]}),
-    (2, 4, 8, {0: [(0, [0, 1])], 1: [(0, [2, 3])], 2: [(1, [4, 5])], 3: [(1, [6, 7])]}),
-    (1, 4, 2, {0: [(0, [0])], 1: [(0, [0])], 2: [(0, [1])], 3: [(0, [1])]}),
-    (8, 16, 8, {rank: [(rank // 2, [rank // 2])] for rank in range(16)}),
-    (8, 1, 2, {0: [(0, [0]), (4, [1])]}),
-    (2, 1, 1, {0: [(0, [0])]}),
-]
 PAIRS = [
     ("flash_attn_nhd", "flash_attn_nhd"),
     ("flash_attn_hnd", "flash_attn_hnd"),
@@ -296,10 +285,9 @@ class TestRanks:
         return head * tp_size // heads == rank if tp_size < heads else rank * heads // tp_size == head
 
     @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-    @pytest.mark.parametrize(("src_tp", "dst_tp", "heads", "sources"), H2)
-    def test_each_rank_has_its_own_heads(
-        self, src_tp: int, dst_tp: int, heads: int, sources: Sources, names: tuple[str, str]
-    ) -> None:
+    @pytest.mark.parametrize("case", HEADS_TAKEN)
+    def test_each_rank_has_its_own_heads(self, case: tuple[int, int, int], names: tuple[str, str]) -> None:
+        (src_tp, dst_tp, heads), sources = case, HEADS_TAKEN[case]
         moves = transfers(self.spec(heads), src_tp, dst_tp)
         assert self.carry(moves, names, heads, (src_tp, dst_tp)) == [0] * dst_tp
         for rank in range(dst_tp):
