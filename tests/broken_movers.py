@@ -8,6 +8,7 @@ import numpy as np
 
 from pdtx.errors import PdtxError
 from pdtx.plan import Runs, Slices
+from pdtx.testing import WrappedConnection
 from pdtx.transports import Connection, Mover, Placement, Receiver, Region, TransferHandle, TransferKey
 from pdtx.transports.inproc import InprocMover, copy_slices
 
@@ -36,17 +37,17 @@ class _Wrapped(Mover):
         return connection
 
 
-class _Connection(Connection):
+class _Connection(WrappedConnection):
     """Hands every put to a function instead of the connection."""
 
     def __init__(self, inner: Connection, put: Callable[..., TransferHandle]) -> None:
-        self._inner, self._put = inner, put
+        super().__init__(inner)
+        self._put = put
 
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
-        return self._put(self._inner, key, region, runs, deadline)
-
-    def close(self) -> None:
-        self._inner.close()
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
+        return self._put(self.inner, key, region, runs, deadline)
 
 
 class SwapsTwoRuns(_Wrapped):
@@ -68,6 +69,7 @@ class _Placing:
     def __init__(self, inner: Receiver, change: Callable[[Placement], Placement]) -> None:
         self._change = change
         self.admit, self.placed, self.closed = inner.admit, inner.placed, inner.closed
+        self.offer, self.offered, self.notified = inner.offer, inner.offered, inner.notified
         self._place = inner.place
 
     def place(self, session_id: str, key: TransferKey) -> Placement:

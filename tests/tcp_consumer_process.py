@@ -33,6 +33,15 @@ class _Slow:
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         pass
 
+    def offer(self, session_id: str, key: TransferKey) -> Placement:
+        return self.place(session_id, key)
+
+    def offered(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        pass
+
+    def notified(self, session_id: str, data: bytes) -> None:
+        pass
+
     def closed(self, session_id: str, reason: str) -> None:
         pass
 

@@ -82,7 +82,7 @@ def test_contract_catches_a_broken_mover(broken: type[Mover]) -> None:
 
 
 def test_unknown_mover_names_those_there_are() -> None:
-    with pytest.raises(InputError, match="unknown mover 'pigeon'; one of inproc, tcp"):
+    with pytest.raises(InputError, match="unknown mover 'pigeon'; one of inproc, nixl, shm, tcp, ucx"):
         make_mover("pigeon")
 
 

@@ -32,10 +32,11 @@ from pdtx.testing import Gate, GrantingReceiver, MoverPair, Scene
 from pdtx.testing.contract import require_works, start
 from pdtx.testing.pair import open_descriptors
 from pdtx.transports import Connection, Placement, Region, TransferKey, TransferState
+from pdtx.transports import listener as listener_module
 from pdtx.transports import tcp_consumer as consumer_module
+from pdtx.transports.handshake import prove_to_consumer
 from pdtx.transports.tcp import TcpMover
-from pdtx.transports.tcp_frames import Header, pack_ack
-from pdtx.transports.tcp_handshake import prove_to_consumer
+from pdtx.transports.tcp_frames import DIALECT, Header, Kind, pack_ack
 from pdtx.transports.wire import Wire
 from tests.tcp_consumer_process import NBYTES, SESSION, whole
 
@@ -138,7 +139,7 @@ def proven_client(pair: MoverPair, session_id: str = "hostile") -> Iterator[sock
     token = secrets.token_bytes(32)
     pair.grants.add_session(session_id, token)
     with raw_client(pair) as sock:
-        prove_to_consumer(Wire(sock, "consumer"), session_id, token, time.monotonic() + 5)
+        prove_to_consumer(Wire(sock, "consumer"), DIALECT, session_id, token, time.monotonic() + 5)
         sock.settimeout(5)
         yield sock
 
@@ -186,7 +187,7 @@ def test_silent_and_slow_clients_are_dropped_while_others_are_served(monkeypatch
 
 
 def test_a_crowd_of_silent_clients_neither_grows_nor_shuts_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer_module, "MAX_UNPROVEN", 8)
+    monkeypatch.setattr(listener_module, "MAX_UNPROVEN", 8)
     with MoverPair(TcpMover) as pair:
         crowd = [raw_client(pair) for _ in range(40)]
         try:
@@ -200,10 +201,10 @@ def test_a_crowd_of_silent_clients_neither_grows_nor_shuts_others_out(monkeypatc
 @pytest.mark.parametrize(
     "frame",
     [
-        Header(0, 1 << 62, key()).pack(),
-        Header(7, 16, key()).pack(),
-        b"KVpt" + b"\xff" * (len(Header(0, 0, key()).pack()) - 4),
-        b"KVxx" + Header(0, 16, key()).pack()[4:],
+        Header(Kind.PUT, 0, 1 << 62, key()).pack(),
+        Header(Kind.PUT, 7, 16, key()).pack(),
+        b"KVpt" + b"\xff" * (len(Header(Kind.PUT, 0, 0, key()).pack()) - 4),
+        b"KVxx" + Header(Kind.PUT, 0, 16, key()).pack()[4:],
         b"nonsense" * 64,
     ],
     ids=["giant", "out of turn", "malformed", "wrong magic", "no header"],
@@ -225,7 +226,7 @@ def test_payload_that_stalls_is_given_up() -> None:
         region = Region(torch.zeros(64, dtype=torch.uint8))
         pair.grants.grant("hostile", key(), Placement(region, Slices(np.array([0]), np.array([64]))))
         with proven_client(pair) as sock:
-            sock.sendall(Header(0, 64, key()).pack() + b"x" * 10)
+            sock.sendall(Header(Kind.PUT, 0, 64, key()).pack() + b"x" * 10)
             pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of a stalled payload", 2.0)
             assert sock.recv(1) == b""
         (heard,) = pair.grants.heard
@@ -240,7 +241,7 @@ def test_payload_that_trickles_ends_at_the_grants_deadline() -> None:
         slices = Slices(np.array([0]), np.array([4096]))
         pair.grants.grant("hostile", key(), Placement(region, slices, deadline=time.monotonic() + 0.5))
         with proven_client(pair) as sock:
-            sock.sendall(Header(0, 4096, key()).pack())
+            sock.sendall(Header(Kind.PUT, 0, 4096, key()).pack())
             begun = time.monotonic()
             while not pair.grants.heard and time.monotonic() - begun < 3:
                 try:
@@ -258,7 +259,7 @@ def test_producer_that_leaves_mid_payload_is_heard_of() -> None:
         region = Region(torch.zeros(64, dtype=torch.uint8))
         pair.grants.grant("hostile", key(), Placement(region, Slices(np.array([0]), np.array([64]))))
         with proven_client(pair) as sock:
-            sock.sendall(Header(0, 64, key()).pack() + b"x" * 10)
+            sock.sendall(Header(Kind.PUT, 0, 64, key()).pack() + b"x" * 10)
         pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
         (heard,) = pair.grants.heard
         assert isinstance(heard.error, PeerLost)
@@ -268,7 +269,7 @@ def test_producer_that_leaves_mid_payload_is_heard_of() -> None:
 def test_a_producer_without_the_token_is_refused_by_the_consumer() -> None:
     with MoverPair(TcpMover) as pair, raw_client(pair) as sock:
         pair.grants.add_session("guarded", secrets.token_bytes(32))
-        sock.sendall(struct.pack("!8sH32sH128s", b"pdtx-tcp", 1, b"n" * 32, 7, b"guarded"))
+        sock.sendall(struct.pack("!8sH32sH128s", b"pdtx-tcp", 2, b"n" * 32, 7, b"guarded"))
         assert len(sock.recv(67, socket.MSG_WAITALL)) == 67
         sock.sendall(b"p" * 32)
         assert sock.recv(1) == b"\4", "a wrong proof was not refused"
@@ -284,7 +285,7 @@ def test_an_impostor_learns_no_proof() -> None:
             sock, _ = server.accept()
             with sock:
                 sock.recv(172, socket.MSG_WAITALL)
-                sock.sendall(struct.pack("!BH32s32s", 1, 1, b"n" * 32, b"p" * 32) + b"\3")
+                sock.sendall(struct.pack("!BH32s32s", 1, 2, b"n" * 32, b"p" * 32) + b"\3")
                 with suppress(ConnectionResetError):
                     heard.append(sock.recv(32))
 
@@ -463,4 +464,4 @@ def test_another_version_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
     with MoverPair(TcpMover) as pair, raw_client(pair) as sock:
         sock.sendall(struct.pack("!8sH32sH128s", b"pdtx-tcp", 9, b"", 0, b""))
         status, version = struct.unpack("!BH", sock.recv(67)[:3])
-        assert (status, version) == (2, 1)
+        assert (status, version) == (2, 2)

@@ -9,6 +9,7 @@ from pdtx.testing.contract import CONTRACT, Subject, check_mover
 from pdtx.testing.pair import ContractViolation, MakeMover, MoverPair, require
 from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver, Placed
 from pdtx.testing.scene import BufferScene, Scene
+from pdtx.testing.wrapped import WrappedConnection
 
 __all__ = [
     "CONTRACT",
@@ -22,6 +23,7 @@ __all__ = [
     "Placed",
     "Scene",
     "Subject",
+    "WrappedConnection",
     "check_codes",
     "check_mover",
     "code_rows",

@@ -52,6 +52,7 @@ class MoverPair:
         grants: GrantingReceiver | None = None,
     ) -> None:
         self.grants = grants or GrantingReceiver()
+        self._tokens = dict[str, bytes]()
         self.consumer, self.producer = make_mover(), make_mover()
         try:
             self.address = self.consumer.listen(listen_at, receiver or self.grants)
@@ -66,8 +67,8 @@ class MoverPair:
         self.close()
 
     def connect(self, session_id: str = "session", producer: Mover | None = None) -> Connection:
-        """Let a new session in and connect it."""
-        token = secrets.token_bytes(32)
+        """Let a session in, if it is new, and connect it."""
+        token = self._tokens.setdefault(session_id, secrets.token_bytes(32))
         self.grants.add_session(session_id, token)
         return (producer or self.producer).connect(self.address, session_id, token, time.monotonic() + PATIENCE_S)
 

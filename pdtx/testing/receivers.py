@@ -11,7 +11,7 @@ from pdtx.transports import Placement, Receiver, TransferKey
 
 @dataclass(frozen=True)
 class Placed:
-    """One call of placed()."""
+    """One call of placed() or offered()."""
 
     session_id: str
     key: TransferKey
@@ -20,13 +20,19 @@ class Placed:
 
 
 class GrantingReceiver:
-    """A Receiver with a table of session tokens and one of grants, each good for one payload. Keeps what it hears."""
+    """A Receiver with a table of session tokens and two of grants, each good for one payload. Keeps what it hears.
+
+    heard: the calls of placed(); given: those of offered(); notices: (session, data); ended: (session, reason).
+    """
 
     def __init__(self) -> None:
         self._tokens = dict[str, bytes]()
         self._grants = dict[tuple[str, TransferKey], Placement]()
+        self._offers = dict[tuple[str, TransferKey], Placement]()
         self._changed = threading.Condition()
         self.heard = list[Placed]()
+        self.given = list[Placed]()
+        self.notices = list[tuple[str, bytes]]()
         self.ended = list[tuple[str, str]]()
 
     def add_session(self, session_id: str, token: bytes) -> None:
@@ -38,6 +44,11 @@ class GrantingReceiver:
         """Let one payload in."""
         with self._changed:
             self._grants[session_id, key] = placement
+
+    def grant_get(self, session_id: str, key: TransferKey, placement: Placement) -> None:
+        """Let one payload out."""
+        with self._changed:
+            self._offers[session_id, key] = placement
 
     def admit(self, session_id: str) -> bytes:
         """See Receiver."""
@@ -58,6 +69,26 @@ class GrantingReceiver:
         """See Receiver."""
         with self._changed:
             self.heard.append(Placed(session_id, key, nbytes, error))
+            self._changed.notify_all()
+
+    def offer(self, session_id: str, key: TransferKey) -> Placement:
+        """See Receiver."""
+        with self._changed:
+            placement = self._offers.pop((session_id, key), None)
+        if placement is None:
+            raise TransferRefused(f"nothing was offered to session {session_id} for {key}")
+        return placement
+
+    def offered(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """See Receiver."""
+        with self._changed:
+            self.given.append(Placed(session_id, key, nbytes, error))
+            self._changed.notify_all()
+
+    def notified(self, session_id: str, data: bytes) -> None:
+        """See Receiver."""
+        with self._changed:
+            self.notices.append((session_id, data))
             self._changed.notify_all()
 
     def closed(self, session_id: str, reason: str) -> None:
@@ -98,9 +129,9 @@ class Gate:
 
 
 class FaultyReceiver:
-    """A Receiver that calls before_place and before_placed first: to wait there, or to raise.
+    """A Receiver that calls a hook first, where there is one: to wait there, or to raise.
 
-    inner: what gets the calls otherwise.
+    inner: what gets the calls otherwise. before_notified gets the notice, the others the key.
     """
 
     def __init__(
@@ -109,8 +140,15 @@ class FaultyReceiver:
         *,
         before_place: Callable[[TransferKey], None] | None = None,
         before_placed: Callable[[TransferKey], None] | None = None,
+        before_offer: Callable[[TransferKey], None] | None = None,
+        before_offered: Callable[[TransferKey], None] | None = None,
+        before_notified: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._inner, self._before_place, self._before_placed = inner, before_place, before_placed
+        nothing: Callable[[object], None] = lambda _: None  # noqa: E731
+        self._inner = inner
+        self._before_place, self._before_placed = before_place or nothing, before_placed or nothing
+        self._before_offer, self._before_offered = before_offer or nothing, before_offered or nothing
+        self._before_notified = before_notified or nothing
 
     def admit(self, session_id: str) -> bytes:
         """See Receiver."""
@@ -118,15 +156,28 @@ class FaultyReceiver:
 
     def place(self, session_id: str, key: TransferKey) -> Placement:
         """See Receiver."""
-        if self._before_place is not None:
-            self._before_place(key)
+        self._before_place(key)
         return self._inner.place(session_id, key)
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         """See Receiver."""
-        if self._before_placed is not None:
-            self._before_placed(key)
+        self._before_placed(key)
         self._inner.placed(session_id, key, nbytes, error)
+
+    def offer(self, session_id: str, key: TransferKey) -> Placement:
+        """See Receiver."""
+        self._before_offer(key)
+        return self._inner.offer(session_id, key)
+
+    def offered(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """See Receiver."""
+        self._before_offered(key)
+        self._inner.offered(session_id, key, nbytes, error)
+
+    def notified(self, session_id: str, data: bytes) -> None:
+        """See Receiver."""
+        self._before_notified(data)
+        self._inner.notified(session_id, data)
 
     def closed(self, session_id: str, reason: str) -> None:
         """See Receiver."""

@@ -3,9 +3,11 @@
 from pdtx.transports.base import (
     Connection,
     Mover,
+    Path,
     Placement,
     Receiver,
     Region,
+    Registration,
     TransferHandle,
     TransferKey,
     TransferState,
@@ -15,9 +17,11 @@ from pdtx.transports.registry import make_mover, mover_names
 __all__ = [
     "Connection",
     "Mover",
+    "Path",
     "Placement",
     "Receiver",
     "Region",
+    "Registration",
     "TransferHandle",
     "TransferKey",
     "TransferState",

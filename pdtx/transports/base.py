@@ -1,9 +1,10 @@
-"""What a mover is: it puts runs of one node's memory into another node's, and says when they have arrived.
+"""What a mover is: it moves runs of bytes between the memory of two nodes, and says when they have arrived.
 
 The life of a transfer: the consumer listens and advertises an address; the producer connects with the session token of
 the handshake and posts `put`s; the mover makes each one DONE when the bytes lie in the consumer's memory, FAILED
-or ABORTED otherwise. The consumer learns of each payload through its Receiver. Where a mover carries addresses,
-the consumer's own plan decides where bytes go: an address from a peer is never trusted.
+or ABORTED otherwise. The consumer learns of each payload through its Receiver. `get` is the same the other way round:
+who has connected takes bytes out of the listener's memory. The listener's own plan decides where bytes go or come
+from: an address from a peer is never trusted.
 """
 
 import logging
@@ -13,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
@@ -71,9 +72,47 @@ class TransferKey:
         )
 
 
+NOTICE_KEY = TransferKey("(notice)", 0, 0, 0, 0)
+"""The key of the handles that notify() returns."""
+
+MAX_NOTICE_BYTES = 4096
+
+PathKind = Literal["rdma", "tcp", "shm", "inproc", "other"]
+
+
+@dataclass(frozen=True)
+class Path:
+    """What carries the payload of a connection, as found from the running endpoint and not from any setting.
+
+    kind: rdma is a network with remote memory access in hardware or in the kernel (InfiniBand, RoCE, EFA); shm is
+    any way within one host. detail: transport and device in the engine's own words. emulated: one-sided operations are
+    carried out in software by the peer's CPU. library: what moves them, with its version.
+    possible: the kinds that this mover could use between these two nodes.
+    """
+
+    kind: PathKind
+    detail: str
+    emulated: bool = False
+    library: str = ""
+    possible: tuple[PathKind, ...] = ()
+
+    def __str__(self) -> str:
+        emulated = ", emulated in software" if self.emulated else ""
+        library = f", {self.library}" if self.library else ""
+        return f"{self.kind} ({self.detail}{library}{emulated})"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A region that a mover has made reachable for the network: its bytes, and the seconds that took."""
+
+    nbytes: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Placement:
-    """A receiver's answer: where a payload goes, in stream order.
+    """A receiver's answer: where a payload goes or comes from, in stream order.
 
     deadline: time.monotonic() at which the mover stops receiving it, however steadily it trickles in.
     """
@@ -97,6 +136,18 @@ class Receiver(Protocol):
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         """Learn that a payload has arrived (error is None), or stopped after nbytes; called once for each place()."""
+
+    def offer(self, session_id: str, key: TransferKey) -> Placement:
+        """Return where the payload of a get comes from; it must stay as it is until offered() is called.
+
+        Raises TransferRefused if it is not to be had.
+        """
+
+    def offered(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """Learn that a payload has been taken (error is None), or stopped; called once for each offer()."""
+
+    def notified(self, session_id: str, data: bytes) -> None:
+        """Learn of a peer's notice: all that it put on this connection before has been placed, or has failed."""
 
     def closed(self, session_id: str, reason: str) -> None:
         """Learn that a session's connection has ended."""
@@ -228,14 +279,42 @@ class TransferHandle:
 class Connection(ABC):
     """A producer's way to one consumer. Safe to use from several threads."""
 
+    @property
     @abstractmethod
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+    def path(self) -> Path:
+        """What carries the payload. Known as soon as connect() has returned."""
+
+    @property
+    def stages(self) -> bool:
+        """Whether put(staged=True) makes a difference here."""
+        return False
+
+    @abstractmethod
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
         """Begin to move runs (src offsets in region) to where the consumer places key; never blocks on the network.
 
         deadline: time.monotonic() at which the transfer ends as FAILED with DeadlineExceeded if it is not DONE.
+        staged: pack the runs into large pieces on the way, by torch on the region's device.
         Transfers of one connection arrive in the order of their puts. The source must not change until the end.
 
         Raises PlanError if a run leaves region, InputError for a key that cannot be sent.
+        """
+
+    @abstractmethod
+    def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Begin to move what the consumer offers for key to runs (dst offsets in region); never blocks on the network.
+
+        The region's ranges may hold anything until the transfer is DONE, and after it has failed.
+        Raises PlanError if a run leaves region, InputError for a key that cannot be sent.
+        """
+
+    @abstractmethod
+    def notify(self, data: bytes, deadline: float) -> TransferHandle:
+        """Tell the consumer's receiver something after all that was put before has been placed, or has failed.
+
+        DONE once the receiver has heard it. Raises InputError for more than MAX_NOTICE_BYTES.
         """
 
     @abstractmethod
@@ -261,6 +340,14 @@ class Mover(ABC):
 
         Raises PeerUnreachable, AuthenticationFailed or DeadlineExceeded.
         """
+
+    def register(self, region: Region) -> Registration | None:
+        """Make a region reachable before its first transfer; None where there is nothing to do.
+
+        What was not registered is when it is first used. Twice costs nothing; the first answer stands.
+        Raises TransferError if the memory cannot be registered.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -4,6 +4,7 @@ import hmac
 import itertools
 import logging
 import threading
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pdtx.address import join_address, parse_address
@@ -19,14 +20,18 @@ from pdtx.errors import (
 )
 from pdtx.plan import Runs, Slices
 from pdtx.transports.base import (
+    MAX_NOTICE_BYTES,
+    NOTICE_KEY,
     Connection,
     Mover,
+    Path,
     Placement,
     Receiver,
     Region,
     TransferHandle,
     TransferKey,
 )
+from pdtx.transports.gets import GetHandle, Stopped
 from pdtx.transports.iovec import check_placement, check_within
 from pdtx.transports.outbox import DeadlineWatch, Outbox
 from pdtx.transports.units import UnitGrid, common_unit
@@ -108,22 +113,55 @@ class InprocMover(Mover):
         self._watch.close()
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What to do: move slices of region to the receiver or from it, or (region None) tell it data."""
+
+    region: Region | None = None
+    slices: Slices | None = None
+    is_get: bool = False
+    data: bytes = b""
+
+
 class InprocConnection(Connection):
     """See Connection. One thread copies, so that put() returns at once here too."""
 
     def __init__(self, address: str, session_id: str, receiver: Receiver, watch: DeadlineWatch) -> None:
         self._address, self._session_id, self._receiver = address, session_id, receiver
-        self._outbox = Outbox[tuple[Region, Slices]](watch)
+        self._outbox = Outbox[_Job](watch)
         self._reason = "the producer closed the connection"
         self._thread = threading.Thread(target=self._run, name="pdtx-inproc-copy", daemon=True)
         self._thread.start()
 
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
-        """Queue a transfer, see Connection."""
+    @property
+    def path(self) -> Path:
+        """See Connection."""
+        return Path("inproc", f"this process, {self._address}", possible=("inproc",))
+
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
+        """Queue a transfer, see Connection. Nothing to gain from staging: every copy goes through torch anyway."""
         slices = runs.source()
         check_within(slices, region.nbytes, "the source")
         handle = TransferHandle(key, slices.total, self._address, deadline)
-        self._outbox.put(handle, (region, slices))
+        return self._queue(handle, _Job(region, slices))
+
+    def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Queue a transfer, see Connection."""
+        slices = runs.destination()
+        check_within(slices, region.nbytes, "the destination")
+        handle = GetHandle(key, slices.total, self._address, deadline)
+        return self._queue(handle, _Job(region, slices, is_get=True))
+
+    def notify(self, data: bytes, deadline: float) -> TransferHandle:
+        """Queue a notice, see Connection."""
+        if len(data) > MAX_NOTICE_BYTES:
+            raise InputError(f"a notice of {len(data)} bytes; at most {MAX_NOTICE_BYTES} are sent")
+        return self._queue(TransferHandle(NOTICE_KEY, len(data), self._address, deadline), _Job(data=data))
+
+    def _queue(self, handle: TransferHandle, job: _Job) -> TransferHandle:
+        self._outbox.put(handle, job)
         return handle
 
     def close(self) -> None:
@@ -144,10 +182,10 @@ class InprocConnection(Connection):
                 logger.warning("%s to %s is stuck in its receiver and left behind", self._thread.name, self._address)
 
     def _run(self) -> None:
-        while (job := self._outbox.next()) is not None:
-            handle, (region, slices) = job
+        while (taken := self._outbox.next()) is not None:
+            handle, job = taken
             try:
-                self._move(handle, region, slices)
+                self._carry_out(handle, job)
             except PdtxError as error:
                 handle.finish(error)
             except Exception as error:
@@ -160,23 +198,38 @@ class InprocConnection(Connection):
         except Exception:
             logger.exception("the receiver failed at the end of session %s", self._session_id)
 
-    def _move(self, handle: TransferHandle, region: Region, slices: Slices) -> None:
+    def _tell(self, handle: TransferHandle, data: bytes) -> None:
         try:
-            placement = self._receiver.place(self._session_id, handle.key)
+            self._receiver.notified(self._session_id, data)
+        except PdtxError as error:
+            raise TransferError(f"{handle.peer} could not take {handle.key}: {error}") from None
+
+    def _carry_out(self, handle: TransferHandle, job: _Job) -> None:
+        if job.region is None or job.slices is None:
+            self._tell(handle, job.data)
+            return
+        receiver, here = self._receiver, Placement(job.region, job.slices)
+        tell = receiver.offered if job.is_get else receiver.placed
+        try:
+            there = (receiver.offer if job.is_get else receiver.place)(self._session_id, handle.key)
         except PdtxError as error:
             raise TransferRefused(f"{handle.peer} refused {handle.key}: {error}") from None
         try:
-            check_placement(placement, handle.nbytes)
+            check_placement(there, handle.nbytes)
             if handle.state.final:
-                # Its deadline came while the receiver made up its mind: the source may be gone.
+                # Its deadline came while the receiver made up its mind: the memory may be somebody else's.
                 raise TransferError(f"{handle.key} has ended before a byte moved")
-            copy_slices(Placement(region, slices), placement)
-        except (PdtxError, RuntimeError) as error:
+            if isinstance(handle, GetHandle):
+                with handle.filling():
+                    copy_slices(there, here)
+            else:
+                copy_slices(here, there)
+        except (PdtxError, RuntimeError, Stopped) as error:
             reason = error if isinstance(error, PdtxError) else TransferError(f"{handle.key} cannot be copied: {error}")
-            self._receiver.placed(self._session_id, handle.key, 0, reason)
+            tell(self._session_id, handle.key, 0, reason)
             raise TransferRefused(f"{handle.peer} refused {handle.key}: {reason}") from None
         handle.mark_sent()
-        self._receiver.placed(self._session_id, handle.key, handle.nbytes, None)
+        tell(self._session_id, handle.key, handle.nbytes, None)
 
 
 def copy_slices(source: Placement, destination: Placement) -> None:

@@ -132,12 +132,20 @@ class IovecCursor:
 
     def move(self, call: VectorCall, fd: int) -> int:
         """Make one call on what is left; return the bytes it moved. Raises OSError."""
-        count = min(IOV_MAX, len(self._vectors) - self._at)
-        moved = call(fd, self._address + _IOVEC_BYTES * self._at, count)
-        self._advance(moved)
+        moved = call(fd, *self.window())
+        self.advance(moved)
         return moved
 
-    def _advance(self, nbytes: int) -> None:
+    def window(self, nbytes: int | None = None) -> tuple[int, int]:
+        """Return the address and the number of the next ranges, of nbytes at most unless the first has more."""
+        count = min(IOV_MAX, len(self._vectors) - self._at)
+        if nbytes is not None:
+            whole = int(self._ends.searchsorted(np.uint64(self.done + nbytes), side="right")) - self._at
+            count = min(count, max(1, whole))
+        return self._address + _IOVEC_BYTES * self._at, count
+
+    def advance(self, nbytes: int) -> None:
+        """Leave the next nbytes behind."""
         self.done += nbytes
         self._at = int(self._ends.searchsorted(np.uint64(self.done), side="right"))
         if self._at < len(self._vectors):

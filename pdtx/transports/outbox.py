@@ -98,14 +98,16 @@ class Outbox(Generic[Job]):
 
     def next(self) -> tuple[TransferHandle, Job] | None:
         """Wait for the next transfer and mark it as moving; None when the outbox is closed."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return None
-                handle, job = self._queue.popleft()
-            if handle.post():
-                return handle, job
+        while (taken := self.take()) is not None:
+            if taken[0].post():
+                return taken
+        return None
+
+    def take(self) -> tuple[TransferHandle, Job] | None:
+        """Wait for the next transfer, which may have ended meanwhile; None when the outbox is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            return None if self._closed else self._queue.popleft()
 
     def close(self, lost: PdtxError | None = None) -> None:
         """End every transfer: as FAILED with lost, else as abort() says. Only the first call counts."""

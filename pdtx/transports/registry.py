@@ -1,26 +1,36 @@
 """Movers by name: those that come with pdtx, and others' through the entry point group "pdtx.movers"."""
 
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from pdtx.errors import InputError
 from pdtx.transports.base import Mover
 
 _GROUP = "pdtx.movers"
-_BUILT_IN = ("inproc", "tcp")
+
+# Imported when asked for: a run with one mover need not load the others' libraries.
+_BUILT_IN = {
+    "inproc": "pdtx.transports.inproc:InprocMover",
+    "nixl": "pdtx.transports.nixl_mover:NixlMover",
+    "shm": "pdtx.transports.shm.mover:ShmMover",
+    "tcp": "pdtx.transports.tcp:TcpMover",
+    "ucx": "pdtx.transports.ucx.mover:UcxMover",
+}
 
 
 def mover_names() -> list[str]:
-    """Return the names that make_mover knows here."""
+    """Return the names that make_mover knows here; what some of them need may not be installed."""
     return sorted({*_BUILT_IN, *entry_points(group=_GROUP).names})
 
 
 def make_mover(name: str, **options: object) -> Mover:
     """Make a mover. options are those of its class.
 
-    Raises InputError for an unknown name, an option the mover does not have, or a package that does not load.
+    Raises InputError for an unknown name, an option the mover does not have, or a package that is not there.
     """
+    mover_class = _mover_class(name)
     try:
-        mover = _mover_class(name)(**options)
+        mover = mover_class(**options)
     except TypeError as error:
         raise InputError(f"the options of mover {name!r}: {error}") from None
     if not isinstance(mover, Mover):
@@ -29,15 +39,10 @@ def make_mover(name: str, **options: object) -> Mover:
 
 
 def _mover_class(name: str) -> type[Mover]:
-    # Imported here: a run with one mover need not load the others' libraries.
-    if name == "tcp":
-        from pdtx.transports.tcp import TcpMover
-
-        return TcpMover
-    if name == "inproc":
-        from pdtx.transports.inproc import InprocMover
-
-        return InprocMover
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        built_in: type[Mover] = getattr(import_module(module), attribute)
+        return built_in
     found = list(entry_points(group=_GROUP, name=name))
     if not found:
         raise InputError(f"unknown mover {name!r}; one of {', '.join(mover_names())}")

@@ -4,22 +4,20 @@ The consumer's own plan decides where bytes go; no address crosses the wire. Bot
 payloads are neither encrypted nor signed: use it inside a network that is trusted to carry them.
 """
 
-import os
-import select
-import socket
 import threading
-import time
 from typing import ClassVar
 
-from pdtx.address import parse_address, resolve
-from pdtx.errors import DeadlineExceeded, InputError, PeerUnreachable
+from pdtx.errors import InputError, PeerUnreachable
 from pdtx.transports.base import Connection, Mover, Receiver, Region
 from pdtx.transports.bounce import BounceStage, DirectStage, Stage
+from pdtx.transports.handshake import prove_to_consumer
+from pdtx.transports.listener import Listener
 from pdtx.transports.outbox import DeadlineWatch
-from pdtx.transports.tcp_consumer import ConsumerOptions, TcpListener
-from pdtx.transports.tcp_handshake import prove_to_consumer
+from pdtx.transports.sockets import bind_tcp, dial_tcp
+from pdtx.transports.tcp_consumer import ConsumerOptions, Inbound
+from pdtx.transports.tcp_frames import DIALECT
 from pdtx.transports.tcp_producer import TcpConnection
-from pdtx.transports.wire import Wire, milliseconds, set_buffers
+from pdtx.transports.wire import Wire
 
 
 class TcpMover(Mover):
@@ -48,35 +46,38 @@ class TcpMover(Mover):
             raise InputError(
                 "the TCP mover needs stall_s above 0, max_payload_bytes of 0 and bounce_bytes of 1 or more"
             )
-        self._options = ConsumerOptions(stall_s, max_payload_bytes, socket_buffer_bytes, advertise_host)
+        self._options = ConsumerOptions(stall_s, max_payload_bytes)
+        self._buffer_bytes, self._advertise_host = socket_buffer_bytes, advertise_host
         self._bounce, self._bounce_bytes = bounce, bounce_bytes
         self._watch = DeadlineWatch("pdtx-tcp")
         self._lock = threading.Lock()
-        self._listeners = list[TcpListener]()
+        self._listeners = list[Listener]()
         self._connections = set[TcpConnection]()
         self._closed = False
 
-    def _stage_of(self, region: Region) -> Stage:
-        return BounceStage(self._bounce_bytes) if self._bounce or not region.on_cpu else DirectStage()
+    def _stage_of(self, region: Region, staged: bool) -> Stage:
+        bounce = staged or self._bounce or not region.on_cpu
+        return BounceStage(self._bounce_bytes) if bounce else DirectStage()
 
     def listen(self, address: str, receiver: Receiver) -> str:
         """Accept connections, see Mover."""
         with self._lock:
             self._check_open()
-            listener = TcpListener(address, receiver, self._options, self._stage_of)
-            self._listeners.append(listener)
-        return listener.address
+            sock, bound = bind_tcp(address, buffer_bytes=self._buffer_bytes, advertise_host=self._advertise_host)
+            make = lambda wire: Inbound(wire, receiver, self._options, self._stage_of)  # noqa: E731
+            self._listeners.append(Listener(sock, bound, self.name, make))
+        return bound
 
     def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
         """Open a connection, see Mover. Raises also ProtocolError if the peer is of another version."""
-        sock = _dial(address, self._options.socket_buffer_bytes, deadline)
+        sock = dial_tcp(address, deadline, buffer_bytes=self._buffer_bytes)
         try:
             wire = Wire(sock, address)
         except OSError as error:  # gone again before it could be tuned
             sock.close()
             raise PeerUnreachable(f"connection to {address} broke: {error.strerror or error}") from None
         try:
-            prove_to_consumer(wire, session_id, token, deadline)
+            prove_to_consumer(wire, DIALECT, session_id, token, deadline)
             with self._lock:
                 self._check_open()
                 connection = TcpConnection(wire, self._watch, self._stage_of, self._forget)
@@ -104,37 +105,3 @@ class TcpMover(Mover):
         for listener in listeners:
             listener.close()
         self._watch.close()
-
-
-def _dial(address: str, buffer_bytes: int | None, deadline: float) -> socket.socket:
-    """Connect to the first meaning of an address that answers. Raises PeerUnreachable or DeadlineExceeded."""
-    reason = "it has no address"
-    for family, target in resolve(*parse_address(address)):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            set_buffers(sock, buffer_bytes)
-            _connect(sock, target, address, deadline)
-        except OSError as error:
-            sock.close()
-            reason = error.strerror or str(error)
-        except DeadlineExceeded:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise PeerUnreachable(f"nobody answers at {address}: {reason}")
-
-
-def _connect(sock: socket.socket, target: tuple[str, int], address: str, deadline: float) -> None:
-    begun = time.monotonic()
-    sock.setblocking(False)
-    try:
-        sock.connect(target)
-    except BlockingIOError:
-        poll = select.poll()
-        poll.register(sock, select.POLLOUT)
-        if not poll.poll(milliseconds(deadline)):
-            raise DeadlineExceeded("a connection", address, round(time.monotonic() - begun, 3)) from None
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code)) from None

@@ -1,7 +1,8 @@
-"""What crosses a TCP connection after the handshake: payload headers one way, acknowledgements the other.
+"""What crosses a TCP connection after the handshake: requests one way, acknowledgements the other.
 
-A payload is its header and then nbytes of data. Every payload gets exactly one acknowledgement, in order. Integers are
-in network order.
+A request is a header. PUT and NOTICE are followed by nbytes of data; GET asks for nbytes, which follow its
+acknowledgement if that is OFFERED. Each of the three gets exactly one acknowledgement, in order. TAKEN and DROPPED tell
+what became of a get's payload, by its sequence number, and get none. Integers are in network order.
 """
 
 import struct
@@ -10,12 +11,14 @@ from enum import IntEnum
 
 from pdtx.errors import InputError, ProtocolError
 from pdtx.transports.base import TransferKey
+from pdtx.transports.handshake import MAX_ID_BYTES, Dialect, bounded_id
 
-MAX_ID_BYTES = 128
+DIALECT = Dialect("TCP", b"pdtx-tcp", 2)
+
 MAX_TEXT_BYTES = 512
 
 _HEADER_MAGIC, _ACK_MAGIC = b"KVpt", b"KVak"
-_HEADER = struct.Struct(f"!4sQQIIQQHHHH{MAX_ID_BYTES}s")
+_HEADER = struct.Struct(f"!4sBQQIIQQHHHH{MAX_ID_BYTES}s")
 _ACK = struct.Struct("!4sQBH")
 
 HEADER_BYTES = _HEADER.size
@@ -23,17 +26,29 @@ ACK_BYTES = _ACK.size
 
 
 class Status(IntEnum):
-    """What became of a payload."""
+    """What became of a request; OFFERED: its payload follows."""
 
     DELIVERED = 0
     REFUSED = 1
     FAILED = 2
+    OFFERED = 3
+
+
+class Kind(IntEnum):
+    """What a header asks for, or tells."""
+
+    PUT = 1
+    GET = 2
+    NOTICE = 3
+    TAKEN = 4
+    DROPPED = 5
 
 
 @dataclass(frozen=True)
 class Header:
-    """The head of one payload. sequence counts the payloads of a connection from 0."""
+    """The head of one request. sequence counts the requests of a connection from 0."""
 
+    kind: Kind
     sequence: int
     nbytes: int
     key: TransferKey
@@ -45,6 +60,7 @@ class Header:
         try:
             return _HEADER.pack(
                 _HEADER_MAGIC,
+                self.kind,
                 self.sequence,
                 self.nbytes,
                 key.layer_start,
@@ -58,22 +74,22 @@ class Header:
                 request_id,
             )
         except struct.error:
-            raise InputError(f"{key} has a number that no payload header holds") from None
+            raise InputError(f"{key} has a number that no header holds") from None
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
         """Read HEADER_BYTES. Raises ProtocolError."""
-        magic, sequence, nbytes, *numbers, length, raw = _HEADER.unpack(data)
-        if magic != _HEADER_MAGIC or length > MAX_ID_BYTES:
-            raise ProtocolError("what should be a payload header is none")
+        magic, kind, sequence, nbytes, *numbers, length, raw = _HEADER.unpack(data)
+        if magic != _HEADER_MAGIC or kind not in tuple(Kind) or length > MAX_ID_BYTES:
+            raise ProtocolError("what should be a request's header is none")
         try:
             request_id = raw[:length].decode()
         except UnicodeDecodeError:
-            raise ProtocolError("a payload header whose request id is not UTF-8") from None
+            raise ProtocolError("a header whose request id is not UTF-8") from None
         key = TransferKey(request_id, *numbers)
         if key.layer_start > key.layer_stop or key.token_start > key.token_stop:
-            raise ProtocolError("a payload header whose ranges end before they start")
-        return cls(sequence, nbytes, key)
+            raise ProtocolError("a header whose ranges end before they start")
+        return cls(Kind(kind), sequence, nbytes, key)
 
 
 @dataclass(frozen=True)
@@ -97,11 +113,3 @@ def pack_ack(sequence: int, status: Status, text: str = "") -> bytes:
     """Return an acknowledgement with its text, which is cut at MAX_TEXT_BYTES."""
     data = text.encode()[:MAX_TEXT_BYTES]
     return _ACK.pack(_ACK_MAGIC, sequence, status, len(data)) + data
-
-
-def bounded_id(text: str, what: str) -> bytes:
-    """Return an id as bytes. Raises InputError if it is longer than MAX_ID_BYTES."""
-    data = text.encode()
-    if len(data) > MAX_ID_BYTES:
-        raise InputError(f"{what} of {len(data)} bytes; at most {MAX_ID_BYTES} fit")
-    return data

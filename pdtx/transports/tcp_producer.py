@@ -1,6 +1,5 @@
-"""The producer's side of a TCP connection: one thread writes payloads, one reads their acknowledgements."""
+"""The side of a TCP connection that has connected: one thread writes requests, one reads what comes back."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -8,16 +7,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, TransferError, TransferRefused
+from pdtx.errors import (
+    DeadlineExceeded,
+    InputError,
+    PdtxError,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+    TransferRefused,
+)
 from pdtx.plan import Runs, Slices
-from pdtx.transports.base import Connection, Region, TransferHandle, TransferKey
+from pdtx.transports.base import MAX_NOTICE_BYTES, NOTICE_KEY, Connection, Path, Region, TransferHandle, TransferKey
 from pdtx.transports.bounce import Stage
-from pdtx.transports.iovec import Iovecs, check_within, range_of
+from pdtx.transports.gets import GetHandle, Stopped
+from pdtx.transports.iovec import check_within
 from pdtx.transports.outbox import DeadlineWatch, Outbox
-from pdtx.transports.tcp_frames import ACK_BYTES, Ack, Header, Status
-from pdtx.transports.wire import Wire
+from pdtx.transports.tcp_frames import ACK_BYTES, Ack, Header, Kind, Status
+from pdtx.transports.tcp_payload import receive_payload, send_payload
+from pdtx.transports.wire import FOREVER, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -27,48 +34,82 @@ _JOIN_S = 1.0
 
 
 @dataclass(frozen=True)
-class _Payload:
-    """What a transfer reads."""
+class _Job:
+    """A request: what to move, for a notice what to tell, for TAKEN and DROPPED which get is meant."""
 
-    region: Region
-    slices: Slices
+    kind: Kind
+    region: Region | None = None
+    slices: Slices | None = None
+    staged: bool = False
+    data: bytes = b""
+    sequence: int = 0
 
 
 class TcpConnection(Connection):
     """See Connection. wire has passed the handshake and belongs to this object from now on.
 
-    stage_of: how a region's memory is reached; forget: called once, when nothing of the connection is left.
+    stage_of: how a region's memory is reached, and whether to stage it; forget: called once, when nothing of the
+    connection is left.
     """
 
     def __init__(
         self,
         wire: Wire,
         watch: DeadlineWatch,
-        stage_of: Callable[[Region], Stage],
+        stage_of: Callable[[Region, bool], Stage],
         forget: Callable[["TcpConnection"], None],
     ) -> None:
         self._wire = wire
         self._stage_of = stage_of
         self._forget = forget
-        self._outbox = Outbox[_Payload](watch)
+        self._outbox = Outbox[_Job](watch)
         self._lock = threading.Lock()
-        self._unacknowledged = deque[TransferHandle]()
+        self._unacknowledged = deque[tuple[TransferHandle, _Job]]()
         self._begun = 0
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"pdtx-tcp-{name}", daemon=True)
-            for name, work in (("writer", self._write_all), ("acks", self._read_acks))
+            for name, work in (("writer", self._write_all), ("reader", self._read_all))
         ]
         self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
 
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+    @property
+    def path(self) -> Path:
+        """See Connection."""
+        return Path("tcp", f"{self._wire.local} -> {self._wire.peer}", possible=("tcp",))
+
+    @property
+    def stages(self) -> bool:
+        """See Connection."""
+        return True
+
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
         """Queue a transfer, see Connection."""
         slices = runs.source()
         check_within(slices, region.nbytes, "the source")
-        Header(0, slices.total, key).pack()  # refuse here, not in the writer's thread, what no header can say
         handle = TransferHandle(key, slices.total, self._wire.peer, deadline)
-        self._outbox.put(handle, _Payload(region, slices))
+        return self._queue(handle, _Job(Kind.PUT, region, slices, staged))
+
+    def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Queue a transfer, see Connection."""
+        slices = runs.destination()
+        check_within(slices, region.nbytes, "the destination")
+        handle = GetHandle(key, slices.total, self._wire.peer, deadline)
+        return self._queue(handle, _Job(Kind.GET, region, slices))
+
+    def notify(self, data: bytes, deadline: float) -> TransferHandle:
+        """Queue a notice, see Connection."""
+        if len(data) > MAX_NOTICE_BYTES:
+            raise InputError(f"a notice of {len(data)} bytes; at most {MAX_NOTICE_BYTES} are sent")
+        handle = TransferHandle(NOTICE_KEY, len(data), self._wire.peer, deadline)
+        return self._queue(handle, _Job(Kind.NOTICE, data=data))
+
+    def _queue(self, handle: TransferHandle, job: _Job) -> TransferHandle:
+        Header(job.kind, 0, handle.nbytes, handle.key).pack()  # refuse here, not in a thread, what no header can say
+        self._outbox.put(handle, job)
         return handle
 
     def close(self) -> None:
@@ -106,43 +147,46 @@ class TcpConnection(Connection):
     # -- the writer's thread ----------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        while (job := self._outbox.next()) is not None:
-            handle, payload = job
+        while (taken := self._outbox.next()) is not None:
+            handle, job = taken
+            if job.kind in (Kind.TAKEN, Kind.DROPPED):
+                self._wire.send(Header(job.kind, job.sequence, handle.nbytes, handle.key).pack(), "room to confirm")
+                handle.finish()
+                continue
             with self._lock:
-                header = Header(self._begun, handle.nbytes, handle.key).pack()
+                header = Header(job.kind, self._begun, handle.nbytes, handle.key).pack()
                 self._begun += 1
                 # Before the first byte: the answer may come before the last one is counted.
-                self._unacknowledged.append(handle)
-            self._write(handle, payload, header)
+                self._unacknowledged.append((handle, job))
+            self._write(handle, job, header)
 
-    def _write(self, handle: TransferHandle, payload: _Payload, header: bytes) -> None:
-        moved = -len(header)
+    def _write(self, handle: TransferHandle, job: _Job, header: bytes) -> None:
+        sent = 0
 
         def progress(nbytes: int) -> None:
-            nonlocal moved
-            moved += nbytes
-            handle.moved = max(0, moved)
+            nonlocal sent
+            sent += nbytes
+            handle.moved = sent  # never "+=": the acknowledgement may set it at the same time
 
-        head = np.frombuffer(header, np.uint8)
-        waiting: list[Iovecs] = [range_of(head.ctypes.data, len(head))]
         phase = f"room to send {handle.key}"
         try:
-            with contextlib.closing(self._stage_of(payload.region).gather(payload.region, payload.slices)) as gathered:
-                for vectors in gathered:
-                    # The header travels with the first bytes: one system call and one packet less.
-                    self._wire.send_vectors(np.concatenate((*waiting, vectors)), phase, handle.deadline, progress)
-                    waiting.clear()
-            if waiting:
-                self._wire.send_vectors(waiting[0], phase, handle.deadline, progress)
+            if job.kind is Kind.PUT and job.region is not None and job.slices is not None:
+                stage = self._stage_of(job.region, job.staged)
+                send_payload(
+                    self._wire, header, stage, job.region, job.slices, phase, handle.deadline, progress=progress
+                )
+            else:
+                self._wire.send(header + job.data, phase, handle.deadline)
         except DeadlineExceeded as error:
-            # The stream is cut in the middle of a payload: nothing can follow it.
+            # The stream is cut in the middle of a request: nothing can follow it.
             handle.expire()
             raise PeerLost(f"{self._wire.peer} stopped reading: {error}") from None
-        handle.mark_sent()
+        if job.kind is not Kind.GET:
+            handle.mark_sent()
 
     # -- the reader's thread ----------------------------------------------------------------------------------------
 
-    def _read_acks(self) -> None:
+    def _read_all(self) -> None:
         expected = 0
         while True:
             self._wire.wait_for_data()
@@ -151,10 +195,41 @@ class TcpConnection(Connection):
             text = self._wire.receive(ack.text_bytes, "the rest of an acknowledgement", rest).decode(errors="replace")
             with self._lock:
                 if ack.sequence != expected or not self._unacknowledged:
-                    raise ProtocolError(f"{self._wire.peer} acknowledged payload {ack.sequence} out of turn")
-                handle = self._unacknowledged.popleft()
+                    raise ProtocolError(f"{self._wire.peer} acknowledged request {ack.sequence} out of turn")
+                handle, job = self._unacknowledged.popleft()
             expected += 1
-            handle.finish(_error_of(ack.status, text, handle))
+            if (ack.status is Status.OFFERED) is not (job.kind is Kind.GET) and ack.status in (
+                Status.OFFERED,
+                Status.DELIVERED,
+            ):
+                raise ProtocolError(f"{self._wire.peer} acknowledged a {job.kind.name} as {ack.status.name}")
+            if ack.status is Status.OFFERED and isinstance(handle, GetHandle):
+                self._take(handle, job, ack.sequence)
+            else:
+                handle.finish(_error_of(ack.status, text, handle))
+
+    def _take(self, handle: GetHandle, job: _Job, sequence: int) -> None:
+        """Receive the payload of a get, or throw it away where it has been given up."""
+        received = 0
+
+        def progress(nbytes: int) -> None:
+            nonlocal received
+            received += nbytes
+            handle.moved = received
+
+        phase = f"the payload of {handle.key}"
+        if job.region is None or job.slices is None:
+            raise TypeError("a get without a region")
+        kind = Kind.TAKEN
+        try:
+            stage = self._stage_of(job.region, False)
+            receive_payload(self._wire, stage, job.region, job.slices, phase, progress=progress, guard=handle.filling)
+        except Stopped:
+            self._wire.discard(handle.nbytes - received, phase)
+            kind = Kind.DROPPED
+        else:
+            kind = Kind.TAKEN if handle.finish() else Kind.DROPPED
+        self._outbox.put(TransferHandle(handle.key, 0, handle.peer, FOREVER), _Job(kind, sequence=sequence))
 
 
 def _error_of(status: Status, text: str, handle: TransferHandle) -> PdtxError | None:

@@ -60,6 +60,12 @@ class UnitGrid:
         """Return a copy of the units first..stop as rows, on the region's device."""
         return self._rows.index_select(0, self._index(first, stop))
 
+    def pack(self, first: int, stop: int, buffer: torch.Tensor) -> None:
+        """Copy the units first..stop into a buffer of bytes of just that size, on the region's device."""
+        torch.index_select(self._rows, 0, self._index(first, stop), out=self.as_rows(buffer))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def put(self, first: int, stop: int, rows: torch.Tensor) -> None:
         """Write rows, from any device, as the units first..stop."""
         there = rows.view(self._rows.dtype).view(-1, self._words).to(self.device, non_blocking=True)

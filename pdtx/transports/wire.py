@@ -1,17 +1,23 @@
 """A connected socket on which every wait has a deadline, and every failure is one of our errors."""
 
+import contextlib
+import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from pdtx.errors import DeadlineExceeded, PeerLost
+from pdtx.address import join_address
+from pdtx.errors import DeadlineExceeded, PeerLost, ProtocolError
 from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, receive_all, writev
 
 FOREVER = float("inf")
+
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+"""What surrounds each step that touches a payload's memory."""
 
 # Probes start after this many silent seconds, so that a dead host is noticed on an idle connection.
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 15, 5, 3
@@ -31,7 +37,9 @@ def set_buffers(sock: socket.socket, nbytes: int | None) -> None:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set the options of a connected socket."""
+    """Set the options of a connected socket; one within the host has none."""
+    if sock.family == socket.AF_UNIX:
+        return
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -48,6 +56,11 @@ def milliseconds(deadline: float) -> int | None:
     return min(int(max(0.0, deadline - time.monotonic()) * 1000) + 1, 2**31 - 1)
 
 
+def local_name(sock: socket.socket) -> str:
+    """Return this side's address of a connected socket, for people."""
+    return "this host" if sock.family == socket.AF_UNIX else join_address(*sock.getsockname()[:2])
+
+
 class Wire:
     """One connected socket. One thread may send while another receives; any may shut it down.
 
@@ -61,7 +74,7 @@ class Wire:
         tick = struct.pack("ll", 0, _TICK_US)  # struct timeval
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        self.peer = peer
+        self.peer, self.local = peer, local_name(sock)
         self._sock = sock
         self._fd = sock.fileno()
         self._lock = threading.Lock()
@@ -71,6 +84,10 @@ class Wire:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, to wait on."""
+        return self._fd
 
     def send(self, data: bytes, phase: str, deadline: float = FOREVER) -> None:
         """Send all of data."""
@@ -99,10 +116,15 @@ class Wire:
         return bytes(view)
 
     def send_vectors(
-        self, vectors: Iovecs, phase: str, deadline: float = FOREVER, progress: Callable[[int], None] | None = None
+        self,
+        vectors: Iovecs,
+        phase: str,
+        deadline: float = FOREVER,
+        stall_s: float = FOREVER,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         """Send the ranges; progress is told the bytes of each step."""
-        self._vectors(writev, vectors, phase, deadline, FOREVER, progress)
+        self._vectors(writev, vectors, phase, deadline, stall_s, progress, contextlib.nullcontext)
 
     def receive_vectors(
         self,
@@ -111,9 +133,10 @@ class Wire:
         deadline: float = FOREVER,
         stall_s: float = FOREVER,
         progress: Callable[[int], None] | None = None,
+        guard: Guard = contextlib.nullcontext,
     ) -> None:
-        """Fill the ranges; progress is told the bytes of each step."""
-        self._vectors(receive_all, vectors, phase, deadline, stall_s, progress)
+        """Fill the ranges, each step inside a guard(); progress is told the bytes of each step."""
+        self._vectors(receive_all, vectors, phase, deadline, stall_s, progress, guard)
 
     def _vectors(
         self,
@@ -123,18 +146,20 @@ class Wire:
         deadline: float,
         stall_s: float,
         progress: Callable[[int], None] | None,
+        guard: Guard,
     ) -> None:
         cursor = IovecCursor(vectors)
 
         def step() -> int:
-            moved = self._some(cursor.move(call, self._fd))
+            with guard():
+                moved = self._some(cursor.move(call, self._fd))
             if progress is not None:
                 progress(moved)
             return moved
 
         self._all(step, cursor.total, None, phase, deadline, stall_s)
 
-    def discard(self, nbytes: int, phase: str, stall_s: float) -> None:
+    def discard(self, nbytes: int, phase: str, stall_s: float = FOREVER) -> None:
         """Receive nbytes and throw them away."""
         scrap = memoryview(bytearray(min(nbytes, 1 << 20)))
         left = nbytes
@@ -147,9 +172,32 @@ class Wire:
 
         self._all(step, nbytes, select.POLLIN, phase, FOREVER, stall_s)
 
-    def wait_for_data(self) -> None:
-        """Wait, for ever, until something can be received or the connection has ended."""
-        self._poll(select.POLLIN, FOREVER)
+    def send_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Send open files with one byte of the stream, over a socket within the host."""
+        try:
+            socket.send_fds(self._sock, [b"F"], list(descriptors))
+        except OSError as error:
+            raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
+
+    def receive_descriptors(self, count: int, phase: str, deadline: float = FOREVER) -> tuple[int, ...]:
+        """Receive what send_descriptors() sends; the caller closes them. Raises also ProtocolError."""
+        received = list[int]()
+
+        def step() -> int:
+            data, found, _, _ = socket.recv_fds(self._sock, 1, count, socket.MSG_CMSG_CLOEXEC)
+            received.extend(found)
+            return self._some(len(data))
+
+        self._all(step, 1, select.POLLIN, phase, deadline, FOREVER)
+        if len(received) != count:
+            for descriptor in received:
+                os.close(descriptor)
+            raise ProtocolError(f"{self.peer} sent {len(received)} descriptors instead of {count}")
+        return tuple(received)
+
+    def wait_for_data(self, deadline: float = FOREVER) -> bool:
+        """Wait until something can be received or the connection has ended; False at the deadline."""
+        return self._poll(select.POLLIN, deadline)
 
     def _some(self, received: int) -> int:
         if received == 0:
@@ -179,10 +227,10 @@ class Wire:
                 progress = f"{done} of {nbytes} bytes" + ("" if now >= deadline else f", none for {stall_s:g} s")
                 raise DeadlineExceeded(phase, self.peer, round(now - begun, 3), progress)
 
-    def _poll(self, event: int, deadline: float) -> None:
+    def _poll(self, event: int, deadline: float) -> bool:
         poll = select.poll()
         poll.register(self._fd, event)
-        poll.poll(milliseconds(deadline))
+        return bool(poll.poll(milliseconds(deadline)))
 
     def shutdown(self) -> None:
         """End the connection for both sides; whoever waits on it wakes up. Idempotent."""

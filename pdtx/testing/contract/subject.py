@@ -1,0 +1,100 @@
+"""The mover under test, and what every check does with it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdtx.plan import TransferPlan
+from pdtx.testing.pair import LISTEN_AT, PATIENCE_S, MakeMover, MoverPair
+from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver
+from pdtx.testing.scene import BufferScene, Scene
+from pdtx.transports import Connection, Placement, TransferHandle, make_mover
+
+_WITHIN_ONE_PROCESS = ("inproc",)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The mover under test: how to make one, and an address at which it can listen.
+
+    name, options: what make_mover() takes for the same mover, for checks that need one in a process of its own.
+    """
+
+    make: MakeMover
+    listen_at: str = LISTEN_AT
+    name: str | None = None
+    options: dict[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, name: str, listen_at: str = LISTEN_AT, **options: object) -> "Subject":
+        """Return a mover that make_mover() knows."""
+        return cls(lambda: make_mover(name, **options), listen_at, name, options)
+
+    @property
+    def crosses_processes(self) -> bool:
+        """Whether the checks of dying and stopping processes can be made."""
+        return self.name is not None and self.name not in _WITHIN_ONE_PROCESS
+
+    def pair(self) -> MoverPair:
+        """Return a fresh pair."""
+        return MoverPair(self.make, self.listen_at)
+
+    def faulty_pair(self, grants: GrantingReceiver, **hooks: Callable[..., None]) -> MoverPair:
+        """Return a fresh pair whose receiver calls hooks first, see FaultyReceiver."""
+        return MoverPair(self.make, self.listen_at, FaultyReceiver(grants, **hooks), grants)
+
+    def held_pair(self, gate: Gate) -> MoverPair:
+        """Return a fresh pair whose receiver waits at gate before it places or offers anything."""
+        hold: Callable[[object], None] = lambda _: gate.hold()  # noqa: E731
+        return self.faulty_pair(GrantingReceiver(), before_place=hold, before_offer=hold)
+
+
+Check = Callable[[Subject], None]
+
+
+def soon(seconds: float = PATIENCE_S) -> float:
+    """Return the deadline so many seconds from now."""
+    return time.monotonic() + seconds
+
+
+def start(
+    pair: MoverPair,
+    connection: Connection,
+    scene: BufferScene,
+    plan: TransferPlan,
+    session_id: str = "session",
+    *,
+    staged: bool = False,
+) -> TransferHandle:
+    """Grant a plan to a session and put it; scene expects it from now on."""
+    pair.grants.grant(session_id, scene.key(plan), scene.placement(plan))
+    scene.moved(plan)
+    return connection.put(scene.key(plan), scene.src.region, plan.flat, soon(), staged=staged)
+
+
+def start_get(
+    pair: MoverPair, connection: Connection, scene: BufferScene, plan: TransferPlan, session_id: str = "session"
+) -> TransferHandle:
+    """Offer a plan to a session and get it; scene expects it from now on."""
+    offer(pair, scene, plan, session_id)
+    scene.moved(plan)
+    return get(connection, scene, plan)
+
+
+def offer(pair: MoverPair, scene: BufferScene, plan: TransferPlan, session_id: str = "session") -> None:
+    """Let a session get a plan's bytes."""
+    pair.grants.grant_get(session_id, scene.key(plan), Placement(scene.src.region, plan.flat.source()))
+
+
+def get(connection: Connection, scene: BufferScene, plan: TransferPlan, seconds: float = PATIENCE_S) -> TransferHandle:
+    """Get a plan's bytes, whether they are offered or not."""
+    return connection.get(scene.key(plan), scene.dst.region, plan.flat, soon(seconds))
+
+
+def require_works(pair: MoverPair, connection: Connection, session_id: str = "session") -> None:
+    """Put a whole request of its own, get another one, tell something, and check that all has come."""
+    scenes = Scene(seed=99), Scene(seed=98)
+    start(pair, connection, scenes[0], scenes[0].plan(), session_id).wait()
+    start_get(pair, connection, scenes[1], scenes[1].plan(), session_id).wait()
+    for scene in scenes:
+        scene.require_exact()

@@ -1,0 +1,74 @@
+"""Processes to be killed and stopped, seen from the process that does it."""
+
+import contextlib
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+import msgspec
+
+from pdtx.errors import DeadlineExceeded, PeerLost
+from pdtx.testing.peer_process import Job
+
+_START_S = 60.0
+_END_S = 5.0
+
+
+class PeerProcess:
+    """A peer_process. Use in a with statement; it is killed at the end, whatever state it is in."""
+
+    def __init__(self, job: Job) -> None:
+        command = [sys.executable, "-m", "pdtx.testing.peer_process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            self.said = self._start(job)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, job: Job) -> str:
+        """Hand over the job; return the first line, the address of a consumer."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise TypeError("a process without pipes")
+        stdin.write(msgspec.json.encode(job) + b"\n")
+        stdin.flush()
+        begun = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if not selector.select(_START_S):
+                raise DeadlineExceeded("its start", "a peer process", round(time.monotonic() - begun, 3))
+        line = stdout.readline().decode().strip()
+        if not line:
+            raise PeerLost(f"the process of the {'producer' if job.producer else 'consumer'} ended before it worked")
+        return line
+
+    def __enter__(self) -> "PeerProcess":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def kill(self) -> None:
+        """Kill it; returns at once."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Let it do nothing any more."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill it, and wait for its end."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.wait(_END_S)

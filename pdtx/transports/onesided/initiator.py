@@ -1,0 +1,372 @@
+"""The side that has connected: asks for each transfer ahead of time, and moves the bytes where the engine pushes.
+
+Three threads: one asks, so that the answer is there by the time the transfers before are through; one moves, a transfer
+after another; one reads answers.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from pdtx.errors import InputError, PdtxError, PeerLost, ProtocolError, TransferError
+from pdtx.plan import Runs, Slices
+from pdtx.transports.base import (
+    MAX_NOTICE_BYTES,
+    NOTICE_KEY,
+    Connection,
+    Path,
+    Region,
+    TransferHandle,
+    TransferKey,
+)
+from pdtx.transports.handshake import bounded_id
+from pdtx.transports.iovec import check_within
+from pdtx.transports.onesided.fabric import Link, Progress
+from pdtx.transports.onesided.frames import (
+    Ask,
+    ControlStream,
+    Done,
+    End,
+    Go,
+    Message,
+    Notice,
+    Refused,
+    failure,
+    pack_key,
+    pack_slices,
+    refusal,
+    short,
+    unpack_slices,
+)
+from pdtx.transports.onesided.pieces import Packer
+from pdtx.transports.onesided.sharing import Opened, SharedRegions
+from pdtx.transports.outbox import DeadlineWatch, Outbox
+from pdtx.transports.pairing import cut_stream, pair_slices
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 16
+"""Transfers that are asked for before the one that is moving has ended."""
+
+_JOIN_S = 1.0
+_ROOM_S = 30.0
+"""Control messages are small: a peer that makes no room for one in this time does not read any more."""
+
+
+NO_SLICES = Slices(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What to do: move slices of region, or (region None) tell the peer data."""
+
+    region: Region | None = None
+    slices: Slices = NO_SLICES
+    is_get: bool = False
+    staged: bool = False
+    data: bytes = b""
+
+
+@dataclass
+class _Asked:
+    """A transfer that has been asked for, or a notice that is to be sent."""
+
+    sequence: int
+    handle: TransferHandle
+    job: _Job
+    begun: bool = False  # whether it is its turn, and nobody has cancelled it before
+    answer: Go | Refused | None = None
+
+    def begin(self) -> None:
+        """Mark it as moving, now that it is the first that has been asked for."""
+        self.begun = self.begun or self.handle.post()
+
+
+@dataclass
+class _Book:
+    """What is under way on a connection. Changed under the condition."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    asked: deque[_Asked] = field(default_factory=deque)  # not moved yet, in order
+    unanswered: dict[int, _Asked] = field(default_factory=dict)  # by sequence, until Done or Refused
+    closed: bool = False
+
+
+class OneSidedConnection(Connection):
+    """See Connection. stream and link have been joined and belong to this object from now on.
+
+    pulls: see Fabric. forget: called once, when nothing of the connection is left.
+    """
+
+    def __init__(
+        self,
+        stream: ControlStream,
+        link: Link[object],
+        pulls: bool,
+        watch: DeadlineWatch,
+        packer: Packer,
+        forget: Callable[["OneSidedConnection"], None],
+    ) -> None:
+        self._stream, self._link, self._pulls, self._forget = stream, link, pulls, forget
+        self._path = link.path
+        self._peer = stream.wire.peer
+        self._outbox = Outbox[_Job](watch)
+        self._book = _Book()
+        self._packer = packer
+        self._shared = SharedRegions(link, stream)
+        self._opened = Opened(link, stream)
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"pdtx-onesided-{name}", daemon=True)
+            for name, work in (("asker", self._ask_all), ("mover", self._move_all), ("answers", self._read_all))
+        ]
+        self._running = len(self._threads)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def path(self) -> Path:
+        """See Connection."""
+        return self._path
+
+    @property
+    def stages(self) -> bool:
+        """See Connection: what is pulled is copied once, straight from where it lies."""
+        return not self._pulls
+
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
+        """Queue a transfer, see Connection."""
+        slices = runs.source()
+        check_within(slices, region.nbytes, "the source")
+        return self._queue(key, _Job(region, slices, staged=staged and self.stages), slices.total, deadline)
+
+    def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Queue a transfer, see Connection."""
+        slices = runs.destination()
+        check_within(slices, region.nbytes, "the destination")
+        return self._queue(key, _Job(region, slices, is_get=True), slices.total, deadline)
+
+    def notify(self, data: bytes, deadline: float) -> TransferHandle:
+        """Queue a notice, see Connection."""
+        if len(data) > MAX_NOTICE_BYTES:
+            raise InputError(f"a notice of {len(data)} bytes; at most {MAX_NOTICE_BYTES} are sent")
+        return self._queue(NOTICE_KEY, _Job(data=data), len(data), deadline)
+
+    def _queue(self, key: TransferKey, job: _Job, nbytes: int, deadline: float) -> TransferHandle:
+        bounded_id(key.request_id, "request id")
+        if min(pack_key(key)[1:]) < 0 or key.layer_start > key.layer_stop or key.token_start > key.token_stop:
+            raise InputError(f"{key} has ranges that end before they start")
+        handle = TransferHandle(key, nbytes, self._peer, deadline)
+        self._outbox.put(handle, job)
+        return handle
+
+    def close(self) -> None:
+        """End the connection, see Connection."""
+        self._outbox.close()
+        self._end()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+                if thread.is_alive():
+                    logger.warning("%s to %s is stuck and left behind", thread.name, self._peer)
+
+    # -- the end of everything ----------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Run one thread's work; whatever ends it ends the connection, and the last one out gives everything back."""
+        try:
+            work()
+        except PdtxError as error:
+            self._break(error)
+        except Exception as error:
+            logger.exception("the connection to %s failed", self._peer)
+            self._break(TransferError(f"the connection to {self._peer} failed: {error}"))
+        finally:
+            if work == self._move_all:
+                # Not before: as long as the stream is there, the peer knows that its memory may be written.
+                self._stream.wire.shutdown()
+            with self._book.changed:
+                self._running -= 1
+                last = self._running == 0
+            if last:
+                self._packer.close()
+                self._opened.close()
+                self._link.close()
+                self._stream.wire.close()
+                self._forget(self)
+
+    def _break(self, error: PdtxError) -> None:
+        lost = error if isinstance(error, PeerLost) else PeerLost(f"connection to {self._peer} broke: {error}")
+        self._outbox.close(lost)
+        self._end()
+
+    def _end(self) -> None:
+        with self._book.changed:
+            self._book.closed = True
+            self._book.changed.notify_all()
+        self._link.interrupt()
+
+    # -- the asker's thread -------------------------------------------------------------------------------------------
+
+    def _ask_all(self) -> None:
+        sequence = 0
+        while (taken := self._outbox.take()) is not None:
+            asked = _Asked(sequence, *taken)
+            if not self._book_in(asked):
+                return
+            sequence += 1
+            # A notice says that what was put before it is there: the mover sends it, in its turn.
+            if asked.job.region is not None:
+                self._send(self._question(asked, asked.job.region))
+
+    def _book_in(self, asked: _Asked) -> bool:
+        """Wait for room in the window and enter a transfer; False when the connection is closed."""
+        book = self._book
+        with book.changed:
+            book.changed.wait_for(lambda: book.closed or len(book.asked) < _AHEAD)
+            if book.closed:
+                return False
+            book.asked.append(asked)
+            if book.asked[0] is asked:
+                asked.begin()
+            book.unanswered[asked.sequence] = asked
+            book.changed.notify_all()
+            return True
+
+    def _question(self, asked: _Asked, region: Region) -> Ask:
+        job, handle = asked.job, asked.handle
+        ask = Ask(asked.sequence, job.is_get, pack_key(handle.key), handle.nbytes)
+        if self._pulls and not job.is_get:
+            number = self._shared.number(region)
+            return msgspec.structs.replace(ask, region=number, ranges=pack_slices(job.slices))
+        return ask
+
+    def _send(self, message: Message) -> None:
+        self._stream.send(message, time.monotonic() + _ROOM_S)
+
+    # -- the mover's thread -------------------------------------------------------------------------------------------
+
+    def _move_all(self) -> None:
+        while (asked := self._next()) is not None:
+            if asked.job.region is None:
+                self._tell(asked)
+            elif not self._wait_for_answer(asked):
+                return
+            if isinstance(asked.answer, Go):
+                self._move(asked, asked.answer, asked.job.region)
+            self._book_out()
+
+    def _tell(self, asked: _Asked) -> None:
+        """Send a notice, unless it was cancelled."""
+        if asked.begun:
+            self._send(Notice(asked.sequence, asked.job.data))
+            asked.handle.mark_sent()
+            return
+        with self._book.changed:
+            del self._book.unanswered[asked.sequence]
+
+    def _next(self) -> _Asked | None:
+        """Wait for the next transfer that was asked for; None when the connection is closed."""
+        book = self._book
+        with book.changed:
+            book.changed.wait_for(lambda: book.closed or book.asked)
+            if book.closed:
+                return None
+            book.asked[0].begin()
+            return book.asked[0]
+
+    def _wait_for_answer(self, asked: _Asked) -> bool:
+        """Wait for the answer to a transfer; False when the connection is closed."""
+        book = self._book
+        with book.changed:
+            book.changed.wait_for(lambda: book.closed or asked.answer is not None)
+            return not book.closed
+
+    def _book_out(self) -> None:
+        """Take the transfer that was moved off the window."""
+        with self._book.changed:
+            self._book.asked.popleft()
+            self._book.changed.notify_all()
+
+    def _move(self, asked: _Asked, go: Go, region: Region | None) -> None:
+        handle = asked.handle
+        if not asked.begun or handle.state.final or region is None:
+            # Cancelled, or its deadline came while the peer made up its mind: the source may be gone.
+            self._send(End(asked.sequence, 0, "it ended before a byte moved"))
+            return
+        try:
+            if asked.job.is_get or not self._pulls:
+                self._carry_out(asked, go, region)
+        except PdtxError as error:
+            handle.finish(error)
+            self._send(End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
+            raise
+        handle.mark_sent()
+        self._send(End(asked.sequence, handle.nbytes))
+
+    def _carry_out(self, asked: _Asked, go: Go, region: Region) -> None:
+        """Move a transfer's bytes. Raises what ends the connection."""
+        handle, job = asked.handle, asked.job
+        there = unpack_slices(go.ranges, self._peer)
+        remote, nbytes = self._opened.region(go.region)
+        check_within(there, nbytes, "the peer's memory")
+
+        def moved(count: int) -> None:
+            handle.moved += count
+
+        def stopped() -> bool:
+            return self._book.closed or handle.state.final
+
+        progress = Progress(moved, stopped, Progress.tag_of(asked.sequence))
+        if job.is_get:
+            self._link.read(remote, region, pair_slices(there, job.slices), handle.deadline, progress)
+        elif not job.staged:
+            self._link.write(region, remote, pair_slices(job.slices, there), handle.deadline, progress)
+        else:
+            position = 0
+            with contextlib.closing(self._packer.pack(region, job.slices)) as pieces:
+                for buffer, packed in pieces:
+                    stop = position + packed.total
+                    runs = pair_slices(packed, cut_stream(there, position, stop))
+                    last = progress if stop == handle.nbytes else Progress(moved, stopped, b"")
+                    self._link.write(buffer, remote, runs, handle.deadline, last)
+                    position = stop
+
+    # -- the reader's thread ------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        while True:
+            self._stream.wire.wait_for_data()
+            message = self._stream.receive(time.monotonic() + _ROOM_S)
+            if self._opened.accept(message, time.monotonic() + _ROOM_S):
+                continue
+            if not isinstance(message, Go | Refused | Done):
+                raise ProtocolError(f"{self._peer} sent a {type(message).__name__}, which only this side may")
+            self._take(message)
+
+    def _take(self, message: Go | Refused | Done) -> None:
+        book = self._book
+        with book.changed:
+            asked = book.unanswered.get(message.sequence)
+            # First Go or Refused and then, after a Go, Done; a notice has only Done.
+            waits_for_done = asked is not None and (asked.job.region is None or isinstance(asked.answer, Go))
+            if asked is None or waits_for_done != isinstance(message, Done):
+                raise ProtocolError(f"{self._peer} answered transfer {message.sequence} out of turn")
+            if not isinstance(message, Done):
+                asked.answer = message
+                book.changed.notify_all()
+            if not isinstance(message, Go):
+                del book.unanswered[message.sequence]
+        handle = asked.handle
+        if isinstance(message, Refused):
+            handle.finish(refusal(message.text, handle))
+        elif isinstance(message, Done):
+            handle.finish(failure(message.error, handle) if message.error is not None else None)

@@ -1,0 +1,470 @@
+"""One-sided movers, with engines that copy in memory: the contract, and what only they can do wrong."""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, TransferError
+from pdtx.plan import Runs
+from pdtx.testing.contract import CONTRACT, Check, Subject
+from pdtx.testing.pair import MoverPair
+from pdtx.testing.receivers import GrantingReceiver
+from pdtx.testing.scene import Scene
+from pdtx.transports import Connection, Region, TransferHandle, TransferKey, TransferState
+from pdtx.transports.base import NOTICE_KEY
+from pdtx.transports.handshake import Dialect, admit_producer, prove_to_consumer
+from pdtx.transports.onesided import Shared
+from pdtx.transports.onesided.frames import (
+    MAX_FRAME_BYTES,
+    VERSION,
+    Ask,
+    ControlStream,
+    Done,
+    End,
+    Go,
+    Greeting,
+    Message,
+    Notice,
+    Ranges,
+    Refused,
+    Share,
+    pack_key,
+    unpack_slices,
+)
+from pdtx.transports.onesided.sharing import MAX_REGIONS, Opened
+from pdtx.transports.sockets import bind_tcp, dial_local, dial_tcp
+from pdtx.transports.wire import Wire
+from tests.memory_engine import MemoryLink, PullingMover, PushingMover
+
+
+@pytest.mark.parametrize("make", [PushingMover, PullingMover])
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_contract_holds(check: Check, make: type[PushingMover | PullingMover]) -> None:
+    check(Subject(make))
+
+
+def _start(pair: MoverPair, connection: Connection, scene: Scene, **how: bool) -> TransferHandle:
+    plan = scene.plan()
+    pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+    scene.moved(plan)
+    return connection.put(scene.key(plan), scene.src.region, plan.flat, time.monotonic() + 10, **how)
+
+
+def _producer_link(pair: MoverPair) -> MemoryLink:
+    assert isinstance(pair.producer, PushingMover)
+    return pair.producer.fabric.links[-1]
+
+
+@pytest.mark.parametrize("layouts", [("flash_attn_nhd", "flashinfer_hnd"), ("flashinfer_hnd", "flash_attn_nhd")])
+def test_a_staged_put_in_many_pieces_is_exact(layouts: tuple[str, str]) -> None:
+    with MoverPair(PushingMover) as pair:
+        connection = pair.connect()
+        assert connection.stages
+        for seed in range(3):
+            scene = Scene(layouts, seed=seed)
+            handle = _start(pair, connection, scene, staged=True)
+            handle.wait()
+            assert handle.moved == handle.nbytes > 3 * 1000  # several pieces
+            scene.require_exact()
+
+
+def test_memory_that_is_pulled_is_not_staged() -> None:
+    with MoverPair(PullingMover) as pair:
+        connection = pair.connect()
+        assert not connection.stages
+        scene = Scene()
+        _start(pair, connection, scene, staged=True).wait()
+        scene.require_exact()
+
+
+def test_the_memory_stays_granted_while_a_late_transfer_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline passes while the engine writes: the consumer hears of the end only after the engine has stopped."""
+    with MoverPair(PushingMover) as pair:
+        connection = pair.connect()
+        link = _producer_link(pair)
+        stopped = list[float]()
+        inner = link.write
+
+        def write(*arguments: object) -> None:
+            try:
+                inner(*arguments)  # type: ignore[arg-type]
+            finally:
+                time.sleep(0.3)  # an engine that takes its time to stop
+                stopped.append(time.monotonic())
+
+        monkeypatch.setattr(link, "write", write)
+        link.slow_s = 30.0
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+        handle = connection.put(scene.key(plan), scene.src.region, plan.flat, time.monotonic() + 0.2)
+        with pytest.raises(DeadlineExceeded):
+            handle.wait()
+        assert not pair.grants.heard
+        pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the transfer")
+        heard = time.monotonic()
+        assert stopped
+        assert heard >= stopped[0]
+        assert pair.grants.heard[0].error is not None
+        scene.require_exact()
+
+
+def test_a_lost_producers_transfer_ends_only_after_the_link_is_closed() -> None:
+    closed_first = list[bool]()
+
+    class Watching(GrantingReceiver):
+        def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+            closed_first.append(consumer_link().closed)
+            super().placed(session_id, key, nbytes, error)
+
+    grants = Watching()
+    with MoverPair(PushingMover, receiver=grants, grants=grants) as pair:
+
+        def consumer_link() -> MemoryLink:
+            assert isinstance(pair.consumer, PushingMover)
+            return pair.consumer.fabric.links[-1]
+
+        stream = _hostile(pair)
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+        stream.send(Ask(0, False, pack_key(scene.key(plan)), plan.nbytes))
+        assert isinstance(_until(stream, Go), Go)
+        stream.wire.close()
+        grants.wait_for(lambda: bool(grants.heard), "the end of the transfer")
+        assert closed_first == [True]
+        assert grants.heard[0].error is not None
+
+
+def test_a_notice_comes_after_the_transfers_before_it() -> None:
+    order = list[str]()
+
+    class Ordered(GrantingReceiver):
+        def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+            order.append(key.request_id)
+            super().placed(session_id, key, nbytes, error)
+
+        def notified(self, session_id: str, data: bytes) -> None:
+            order.append(data.decode())
+
+    grants = Ordered()
+    with MoverPair(PushingMover, receiver=grants, grants=grants) as pair:
+        connection = pair.connect()
+        _producer_link(pair).slow_s = 0.1
+        scenes = [Scene(seed=seed, num_layers=1) for seed in range(3)]
+        handles = [_start(pair, connection, scene) for scene in scenes[:2]]
+        notice = connection.notify(b"two are there", time.monotonic() + 10)
+        handles.append(_start(pair, connection, scenes[2]))
+        for handle in (*handles, notice):
+            handle.wait()
+        assert notice.key == NOTICE_KEY
+        assert order == ["request-0", "request-1", "two are there", "request-2"]
+
+
+def test_a_broken_engine_ends_the_connection_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MoverPair(PushingMover) as pair:
+        connection = pair.connect()
+
+        def fail(*_: object) -> None:
+            raise TransferError("the engine has no more credits")
+
+        monkeypatch.setattr(_producer_link(pair), "write", fail)
+        scene = Scene()
+        handle = _start(pair, connection, scene)
+        with pytest.raises(TransferError, match="no more credits"):
+            handle.wait()
+        pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the transfer")
+        assert "no more credits" in str(pair.grants.heard[0].error)
+        late = connection.put(scene.key(scene.plan()), scene.src.region, scene.plan().flat, time.monotonic() + 5)
+        with pytest.raises(PeerLost, match="no more credits"):
+            late.wait()
+
+
+# -- hostile peers -----------------------------------------------------------------------------------------------------
+
+
+def _hostile(pair: MoverPair) -> ControlStream:
+    """A producer that knows its session's token, and says whatever the test wants."""
+    token = secrets.token_bytes(32)
+    pair.grants.add_session("session", token)
+    deadline = time.monotonic() + 5
+    wire = Wire(dial_tcp(pair.address, deadline), pair.address)
+    prove_to_consumer(wire, Dialect("push", b"pdtx-pus", VERSION), "session", token, deadline)
+    stream = ControlStream(wire)
+    stream.send(Greeting(b"memory"))
+    assert isinstance(stream.receive(deadline), Greeting)
+    return stream
+
+
+def _until(stream: ControlStream, kind: type[Message]) -> Message:
+    """Return the next message of a kind."""
+    while not isinstance(message := stream.receive(time.monotonic() + 5), kind):
+        pass
+    return message
+
+
+_KEY = pack_key(TransferKey("r", 0, 1, 0, 1))
+
+HOSTILE: dict[str, list[Message]] = {
+    "an end of what never began": [End(7, 0)],
+    "a greeting again": [Greeting(b"memory")],
+    "an answer": [Go(0)],
+    "done": [Done(0, 0)],
+    "refused": [Refused(0, "no")],
+    "a region out of turn": [Share(3, 10, b"k", 0)],
+    "too many descriptors": [Share(0, 10, b"k", 99)],
+    "a negative key": [Ask(0, False, ("r", -1, 1, 0, 1, 0, 0, 0), 4)],
+    "a key backwards": [Ask(0, False, ("r", 3, 1, 0, 1, 0, 0, 0), 4)],
+    "a long request id": [Ask(0, False, ("r" * 1000, 0, 1, 0, 1, 0, 0, 0), 4)],
+    "a sequence far ahead": [Ask(1 << 40, False, _KEY, 4)],
+    "a negative size": [Ask(0, False, _KEY, -4)],
+    "a long notice": [Notice(0, b"x" * 5000)],
+}
+
+
+@pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE.keys())
+def test_nonsense_ends_the_connection_and_no_other(messages: list[Message]) -> None:
+    with MoverPair(PushingMover) as pair:
+        stream = _hostile(pair)
+        for message in messages:
+            stream.send(message)
+        with pytest.raises(PeerLost):
+            _until(stream, Notice)  # which an acceptor never sends
+        stream.wire.close()
+        pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
+        scene = Scene()
+        _start(pair, pair.connect(), scene).wait()
+        scene.require_exact()
+
+
+def test_a_transfer_can_be_ended_once_only() -> None:
+    with MoverPair(PushingMover) as pair:
+        stream = _hostile(pair)
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+        stream.send(Ask(0, False, pack_key(scene.key(plan)), plan.nbytes))
+        _until(stream, Go)
+        stream.send(End(0, plan.nbytes))
+        _until(stream, Done)
+        stream.send(End(0, plan.nbytes))
+        with pytest.raises(PeerLost):
+            _until(stream, Done)
+        assert len(pair.grants.heard) == 1
+        stream.wire.close()
+
+
+def test_an_end_with_too_few_bytes_is_no_success() -> None:
+    with MoverPair(PushingMover) as pair:
+        stream = _hostile(pair)
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+        stream.send(Ask(0, False, pack_key(scene.key(plan)), plan.nbytes))
+        _until(stream, Go)
+        stream.send(End(0, plan.nbytes - 1))
+        with pytest.raises(PeerLost):
+            _until(stream, Done)
+        pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the transfer")
+        assert pair.grants.heard[0].error is not None
+        stream.wire.close()
+
+
+@pytest.mark.parametrize(
+    ("share", "go"),
+    [
+        (Share(0, 64, b"", 0), Go(0, 0, Ranges((32).to_bytes(8, "little"), 64))),
+        (Share(0, 64, b"", 0), Go(0, 0, Ranges((-8).to_bytes(8, "little", signed=True), 64))),
+        (Share(0, 64, b"", 0), Go(0, 0, Ranges((0).to_bytes(8, "little"), 63))),
+        (Share(0, 64, b"", 0), Go(0, 1, Ranges((0).to_bytes(8, "little"), 64))),
+        (Share(0, 64, b"", 0), Go(0)),
+        (Share(0, 64, b"", 0), Done(0, 64)),
+        (Share(0, 64, b"", 0), Go(5)),
+    ],
+)
+def test_a_hostile_consumers_answer_moves_nothing(share: Share, go: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    token, moved = secrets.token_bytes(32), list[object]()
+    monkeypatch.setattr(MemoryLink, "open", lambda *_: object())
+    monkeypatch.setattr(MemoryLink, "write", lambda *arguments: moved.append(arguments))
+    sock, address = bind_tcp("127.0.0.1:0")
+
+    def serve() -> None:
+        wire = Wire(sock.accept()[0], "producer")
+        admit_producer(wire, Dialect("push", b"pdtx-pus", VERSION), lambda _: token, time.monotonic() + 5)
+        stream = ControlStream(wire)
+        stream.send(Greeting(b"memory"))
+        _until(stream, Ask)
+        stream.send(share)
+        stream.send(go)
+        _drain(stream)
+        wire.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    mover = PushingMover()
+    try:
+        connection = mover.connect(address, "session", token, time.monotonic() + 5)
+        memory = Region(torch.zeros(64, dtype=torch.uint8))
+        runs = Runs(*(np.array([number], np.int64) for number in (0, 0, 64)))
+        handle = connection.put(TransferKey("r", 0, 1, 0, 1), memory, runs, time.monotonic() + 5)
+        with pytest.raises(PdtxError):
+            handle.wait()
+        assert not moved
+    finally:
+        mover.close()
+        thread.join(5)
+        sock.close()
+
+
+@pytest.mark.parametrize("offset", [None, 0, -64], ids=["no source", "beyond the end", "before the beginning"])
+def test_a_hostile_producers_source_is_not_read(offset: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[object]()
+    monkeypatch.setattr(MemoryLink, "open", lambda *_: object())
+    monkeypatch.setattr(MemoryLink, "read", lambda *arguments: moved.append(arguments))
+    with MoverPair(PullingMover) as pair:
+        token = secrets.token_bytes(32)
+        pair.grants.add_session("session", token)
+        wire = Wire(dial_local(pair.address, time.monotonic() + 5), pair.address)
+        dialect = Dialect("pull", b"pdtx-pul", VERSION)
+        prove_to_consumer(wire, dialect, "session", token, time.monotonic() + 5)
+        stream = ControlStream(wire)
+        stream.send(Greeting(b"memory"))
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+        stream.send(Share(0, 64, b"", 0))
+        ranges = None if offset is None else Ranges(offset.to_bytes(8, "little", signed=True), plan.nbytes)
+        stream.send(Ask(0, False, pack_key(scene.key(plan)), plan.nbytes, 0, ranges))
+        with contextlib.suppress(PeerLost):
+            stream.send(End(0, plan.nbytes))
+        _drain(stream)
+        wire.close()
+        assert not moved
+        scene.require_exact()
+
+
+def test_no_more_transfers_than_the_limit_are_open() -> None:
+    with MoverPair(PushingMover) as pair:
+        stream = _hostile(pair)
+        scene = Scene(num_layers=1)
+        plan = scene.plan()
+        thread = threading.Thread(target=_drain, args=(stream,))
+        thread.start()
+        with contextlib.suppress(PeerLost):
+            for sequence in range(1100):
+                key = TransferKey(f"r{sequence}", 0, 1, 0, 19)
+                pair.grants.grant("session", key, scene.placement(plan))
+                stream.send(Ask(sequence, False, pack_key(key), plan.nbytes))
+        thread.join(10)
+        assert not thread.is_alive()
+        pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
+        assert len(pair.grants.heard) == 1024
+        stream.wire.close()
+
+
+def _drain(stream: ControlStream) -> None:
+    with contextlib.suppress(PdtxError):
+        while True:
+            stream.receive(time.monotonic() + 10)
+
+
+# -- the control stream ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streams() -> Iterator[tuple[ControlStream, ControlStream]]:
+    one, other = socket.socketpair()
+    wires = Wire(one, "one"), Wire(other, "other")
+    yield ControlStream(wires[0]), ControlStream(wires[1])
+    for wire in wires:
+        wire.close()
+
+
+def test_a_message_that_is_announced_too_large_is_not_waited_for(streams: tuple[ControlStream, ControlStream]) -> None:
+    streams[0].wire.send((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), "room")
+    with pytest.raises(ProtocolError, match="announced a message"):
+        streams[1].receive(time.monotonic() + 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x90", msgspec.msgpack.encode([99, 1]), b"\x93\x01\x02\x03"])
+def test_what_is_no_message_is_refused(data: bytes, streams: tuple[ControlStream, ControlStream]) -> None:
+    streams[0].wire.send(len(data).to_bytes(4, "big") + data, "room")
+    with pytest.raises(ProtocolError, match="no message"):
+        streams[1].receive(time.monotonic() + 1)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [None, Ranges(b"1234567", 8), Ranges(b"12345678", b"1234"), Ranges(b"12345678", -1), Ranges(b"12345678", 1 << 63)],
+)
+def test_ranges_that_are_none_are_refused(ranges: Ranges | None) -> None:
+    with pytest.raises(ProtocolError, match="ranges"):
+        unpack_slices(ranges, "peer")
+
+
+def test_descriptors_travel_and_none_are_left(streams: tuple[ControlStream, ControlStream]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    reading, writing = os.pipe()
+    opened = Opened(MemoryLink(), streams[1])
+    streams[0].send(Share(0, 10, b"k", 2), descriptors=(reading, writing))
+    assert opened.accept(streams[1].receive(time.monotonic() + 1), time.monotonic() + 1)
+    os.close(reading)
+    os.close(writing)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    opened.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_more_regions_than_the_limit_are_shared(streams: tuple[ControlStream, ControlStream]) -> None:
+    opened = Opened(MemoryLink(), streams[1])
+    for number in range(MAX_REGIONS):
+        assert opened.accept(Share(number, 10, b"k", 0), time.monotonic() + 1)
+    with pytest.raises(ProtocolError, match="out of turn"):
+        opened.accept(Share(MAX_REGIONS, 10, b"k", 0), time.monotonic() + 1)
+
+
+def test_a_region_that_was_not_shared_is_refused(streams: tuple[ControlStream, ControlStream]) -> None:
+    opened = Opened(MemoryLink(), streams[1])
+    for number in (None, 0, 5):
+        with pytest.raises(ProtocolError, match="has not shared"):
+            opened.region(number)
+
+
+def test_shared_keys_are_opened_when_they_are_used(streams: tuple[ControlStream, ControlStream]) -> None:
+    seen = list[Shared]()
+
+    class Counting(MemoryLink):
+        def open(self, shared: Shared, nbytes: int) -> object:  # type: ignore[override]
+            seen.append(shared)
+            return nbytes
+
+    opened = Opened(Counting(), streams[1])
+    opened.accept(Share(0, 10, b"k", 0), time.monotonic() + 1)
+    assert not seen
+    assert opened.region(0) == opened.region(0) == (10, 10)
+    assert seen == [Shared(b"k")]
+
+
+def test_states_of_what_was_asked_for_ahead() -> None:
+    """Transfers behind the one that moves are not begun, though they have been asked for."""
+    with MoverPair(PushingMover) as pair:
+        connection = pair.connect()
+        _producer_link(pair).slow_s = 0.4
+        scenes = [Scene(seed=seed, num_layers=1) for seed in range(4)]
+        handles = [_start(pair, connection, scene) for scene in scenes]
+        time.sleep(0.2)
+        assert [handle.state for handle in handles[1:]] == [TransferState.PENDING] * 3
+        assert handles[1].cancel()
+        for handle in (handles[0], *handles[2:]):
+            handle.wait()
+        pair.grants.wait_for(lambda: len(pair.grants.heard) == 4, "the end of all")
+        assert [heard.error is None for heard in pair.grants.heard] == [True, False, True, True]
