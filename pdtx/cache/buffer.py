@@ -75,8 +75,11 @@ class PagedBuffer(ABC):
         layer_names: Sequence[str] | None = None,
         tp_size: int = 1,
         kernel_block_size: int | None = None,
+        shared: bool = False,
     ) -> None:
         """Allocate. layout: a preset's name, see pdtx.layout. layer_names: "layers.0", "layers.1", ... where None.
+
+        shared: in memory that other processes of this host can be let map.
 
         Raises LayoutError, SpecError or ParallelError for impossible numbers, InputError if the memory cannot be had.
         """
@@ -95,7 +98,8 @@ class PagedBuffer(ABC):
         self._check_layout()
         self.device = open_device(device)
         self.ranks = tuple(
-            RankMemory(self.layout, allocate(self.layout.size_bytes, self.device)) for _ in range(tp_size)
+            RankMemory(self.layout, allocate(self.layout.size_bytes, self.device, shared=shared))
+            for _ in range(tp_size)
         )
         self.block_size = self.layout.block_size * self.layout.blocks_per_manager_block
         self._open()

@@ -1,24 +1,22 @@
 """Where a cache's bytes come from."""
 
-import ctypes
-
 import torch
 
+from pdtx.cache.shared import HUGE_PAGE_BYTES, MADV_HUGEPAGE, allocate_shared, libc
 from pdtx.errors import InputError
 
-_ALIGNMENT = 2 << 20
-"""Bytes: the size of a huge page, and more than O_DIRECT asks for."""
-
-_MADV_HUGEPAGE = 14
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_ALIGNMENT = HUGE_PAGE_BYTES
+"""Bytes: more than O_DIRECT asks for, too."""
 
 
-def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+def allocate(nbytes: int, device: torch.device, *, shared: bool = False) -> torch.Tensor:
     """Return nbytes of uint8 memory, shape (nbytes,), aligned to 2 MiB; on the CPU in huge pages where there are any.
 
-    Raises InputError if the memory cannot be had.
+    shared: on the CPU, so that other processes of this host can be let map it, see pdtx.cache.shared; memory of other
+    devices can be shared as it is. Raises InputError if the memory cannot be had.
     """
+    if shared and device.type == "cpu":
+        return allocate_shared(nbytes)
     try:
         raw = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -28,5 +26,5 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu" and nbytes >= _ALIGNMENT:
         # Scattered blocks are spread over many pages; with small ones the processor looks up more than it copies.
         # Advice only: a kernel without huge pages declines, and nothing but the speed changes.
-        _libc.madvise(memory.data_ptr(), nbytes // _ALIGNMENT * _ALIGNMENT, _MADV_HUGEPAGE)
+        libc.madvise(memory.data_ptr(), nbytes // _ALIGNMENT * _ALIGNMENT, MADV_HUGEPAGE)
     return memory
