@@ -3,6 +3,7 @@
 import signal
 import threading
 from contextlib import ExitStack
+from json import dumps
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,7 @@ from pdtx.cli.common import (
     run_app,
     single_command,
 )
+from pdtx.cli.movers import open_mover, shares_memory
 from pdtx.errors import InputError
 from pdtx.layout import AXIS_NAMES, KVCacheLayout, parse_layouts
 
@@ -49,6 +51,8 @@ def decode(
     block_size: opt.BlockSize = 32,
     num_blocks: opt.NumBlocks = 512,
     tensor_parallel_size: opt.TensorParallel = 1,
+    mover: opt.Mover = "tcp",
+    mover_option: opt.MoverOption = None,
     key: opt.Key = None,
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
@@ -75,22 +79,35 @@ def decode(
 
     from decode_node.loop import DecodeLoop
     from pdtx.engine import KVConsumer
-    from pdtx.transports import make_mover
 
     with ExitStack() as stack:
+        # Before the model is loaded: a mover that cannot be had fails at once.
+        moving = open_mover(mover, mover_option, advertise=advertise)
+        stack.callback(moving.close)
         runner = load_runner(model, dtype, device, threads)
         cache, description = open_cache(
-            runner, layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tensor_parallel_size
+            runner,
+            layout=layout,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            tp_size=tensor_parallel_size,
+            shared=shares_memory(mover),
         )
         plan_layout = _wrong_layout(cache, fault) if fault is not None else None
-        consumer = KVConsumer(
-            cache, description, make_mover("tcp", advertise_host=advertise), verify=verify, plan_layout=plan_layout
-        )
+        consumer = KVConsumer(cache, description, moving, verify=verify, plan_layout=plan_layout)
         stack.callback(consumer.close)
         address = consumer.listen(listen, data_port=data_port, security=security)
         note(f"{consumer.engine_id} listening on {address}")
         if json:
-            emit(f'{{"event": "listening", "address": "{address}"}}')
+            registration = consumer.registration
+            event = {
+                "event": "listening",
+                "address": address,
+                "mover": mover,
+                "registered_bytes": registration.nbytes,
+                "registration_s": registration.seconds,
+            }
+            emit(dumps(event))
         DecodeLoop(runner, consumer, stop, requests).run()
         note(f"{consumer.engine_id} served {consumer.num_ended} requests, {consumer.num_failed} of them failed")
 

@@ -6,6 +6,7 @@ PdtxError                        exit code 1
 │   ├── LayoutError              an unknown or impossible layout
 │   ├── ParallelError            ranks that cannot share what they would have to
 │   ├── PlanError                two sides that cannot be matched, or a plan that failed its audit
+│   ├── WrongTransport           another transport than the required one would carry the payload
 │   ├── PoolTooSmall             memory that does not hold one request
 │   └── ModelError               a model that cannot be found, read or run
 ├── CacheError
@@ -63,6 +64,21 @@ class PoolTooSmall(InputError):
     def __init__(self, text: str, *, needed: int, available: int, fitting_model_len: int) -> None:
         self.needed, self.available, self.fitting_model_len = needed, available, fitting_model_len
         super().__init__(text)
+
+
+class WrongTransport(InputError):
+    """Another kind of transport than the required one would carry the payload.
+
+    required, found: kinds; possible: those that this mover could use between the two nodes.
+    """
+
+    def __init__(self, required: str, found: str, possible: tuple[str, ...], detail: str) -> None:
+        self.required, self.found, self.possible = required, found, possible
+        could = ", ".join(possible) or found
+        super().__init__(
+            f"{required} is required, but the payload would go over {detail}; possible with this mover here: {could}; "
+            "choose another mover, or its options"
+        )
 
 
 class ModelError(InputError):

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from pdtx.errors import IncompatiblePeer, ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANKS = 1024
 _MAX_ITEMS = 1 << 22

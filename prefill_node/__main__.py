@@ -18,6 +18,7 @@ from pdtx.cli.common import (
     run_app,
     single_command,
 )
+from pdtx.cli.movers import open_mover, parse_mode, parse_require, read_costs, shares_memory
 from pdtx.cli.prompts import read_prompts
 from pdtx.layout import parse_layouts
 
@@ -46,6 +47,10 @@ def prefill(
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = 512,
     tensor_parallel_size: opt.TensorParallel = 1,
+    mover: opt.Mover = "tcp",
+    mover_option: opt.MoverOption = None,
+    require: opt.Require = None,
+    mode: opt.TransferMode = "auto",
     key: opt.Key = None,
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
@@ -58,23 +63,32 @@ def prefill(
     parse_layouts(layout)
     asked = read_prompts(prompt, prompts)
     security = open_security(key, peer_key, insecure=insecure)
-    runner = load_runner(model, dtype, device, threads)
-
-    from pdtx.engine import KVProducer
-    from pdtx.transports import make_mover
-    from prefill_node.scheduler import Job, PrefillScheduler
-
-    cache, description = open_cache(
-        runner, layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tensor_parallel_size
-    )
-    jobs = [Job(str(one.id), one.tokens(lambda text: runner.encode(text, chat)), one.load_features()) for one in asked]
+    required, picked, costs = parse_require(require), parse_mode(mode), read_costs()
     with ExitStack() as stack:
-        mover = make_mover("tcp")
-        stack.callback(mover.close)
-        producer = KVProducer(cache, description, mover)
+        # Before the model is loaded: a mover that cannot be had fails at once.
+        moving = open_mover(mover, mover_option)
+        stack.callback(moving.close)
+        runner = load_runner(model, dtype, device, threads)
+
+        from pdtx.engine import KVProducer
+        from prefill_node.scheduler import Job, PrefillScheduler
+
+        cache, description = open_cache(
+            runner,
+            layout=layout,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            tp_size=tensor_parallel_size,
+            shared=shares_memory(mover),
+        )
+        jobs = [
+            Job(str(one.id), one.tokens(lambda text: runner.encode(text, chat)), one.load_features()) for one in asked
+        ]
+        producer = KVProducer(cache, description, moving, mode=picked, costs=costs)
         stack.callback(producer.close)
-        producer.connect(connect, security=security, timeout_s=connect_timeout)
-        note(f"connected to {producer.peer} at {connect}")
+        producer.connect(connect, security=security, timeout_s=connect_timeout, require=required)
+        path, registration = producer.path, producer.registration
+        note(f"connected to {producer.peer} at {connect}; the payload goes over {path}")
         scheduler = PrefillScheduler(
             runner,
             producer,
@@ -98,6 +112,10 @@ def prefill(
         "layout": layout,
         "block_size": block_size,
         "tensor_parallel_size": tensor_parallel_size,
+        "mover": {"name": mover, "options": mover_option or []},
+        "path": msgspec.to_builtins(path),
+        "registered_bytes": registration.nbytes,
+        "registration_s": registration.seconds,
         "requests": msgspec.to_builtins(rows),
     }
     if json:

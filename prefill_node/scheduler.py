@@ -133,7 +133,10 @@ class PrefillScheduler:
         else:
             row.token_ids, row.text = finished.token_ids, finished.text
             row.wrong = finished.wrong if finished.verified else None
-        times = request.times
+        times, path = request.times, self.producer.path
+        row.mode, row.mode_reason = request.picks.text, request.picks.reason
+        if path is not None:
+            row.carried_by, row.emulated = path.kind, path.emulated
         row.nbytes, row.num_runs, row.transport = request.nbytes, request.num_runs, self.producer.mover.name
         row.gb_per_s = gb_per_s(row.nbytes, times.move)
         row.prepare_s, row.post_s, row.move_s, row.hidden = times.prepare, times.post, times.move, times.hidden

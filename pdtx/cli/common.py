@@ -74,12 +74,17 @@ def load_runner(model: str | None, dtype: str, device: str, threads: int | None)
 
 
 def open_cache(
-    runner: "ModelRunner", *, layout: str, block_size: int, num_blocks: int, tp_size: int = 1
+    runner: "ModelRunner", *, layout: str, block_size: int, num_blocks: int, tp_size: int = 1, shared: bool = False
 ) -> tuple["KVCaches", "CacheDescription"]:
-    """Make the paged caches of a model and the description that a peer gets of them."""
+    """Make the paged caches of a model and the description that a peer gets of them.
+
+    shared: in memory that other processes of this host can be let map.
+    """
     from pdtx.engine import describe_cache
 
-    cache = runner.make_cache(layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tp_size)
+    cache = runner.make_cache(
+        layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tp_size, shared=shared
+    )
     return cache, describe_cache(cache, model=runner.name, fingerprint=runner.fingerprint)
 
 

@@ -9,11 +9,12 @@ import typer
 
 from pdtx.cli import options as opt
 from pdtx.cli.common import emit, note
+from pdtx.cli.movers import mover_flags, parse_mode, parse_require
 from pdtx.errors import ModelError
 from pdtx.units import ceil_div
 
 if TYPE_CHECKING:
-    from pdtx.report import RequestRow
+    from pdtx.report import RequestRow, ResultDocument
 
 _LONG = 1100
 """Tokens of the longest prompt, where the model can take them."""
@@ -57,6 +58,10 @@ def demo(
     ] = None,
     prefill_tp: Annotated[int, typer.Option(help="The prefill side's --tensor-parallel-size.", min=1)] = 1,
     decode_tp: Annotated[int, typer.Option(help="The decode side's --tensor-parallel-size.", min=1)] = 1,
+    mover: opt.Mover = "tcp",
+    mover_option: opt.MoverOption = None,
+    require: opt.Require = None,
+    mode: opt.TransferMode = "auto",
     inject_fault: Annotated[
         str | None,
         typer.Option(help="Make the decode side plan wrongly: swap two axes, as in 'token,head'.", show_default=False),
@@ -64,7 +69,9 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where to write the result.")] = Path("results/demo.json"),
     json: opt.Json = False,
 ) -> None:
-    """Run a real model disaggregated over TCP, verify every byte of its K/V, and compare with a single process."""
+    """Run a real model disaggregated, verify every byte of its K/V, and compare with a single process."""
+    parse_require(require)
+    parse_mode(mode)
     sides = {
         "prefill": _side(
             layout or prefill_layout,
@@ -89,9 +96,22 @@ def demo(
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("\n".join(_prompts(path, block_size or prefill_block_size, max_tokens)), encoding="utf-8")
         work = [*common, "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--chunk-size", str(chunk_size)]
-        rows = _disaggregated(work, common, sides, inject_fault)
+        moving = mover_flags(mover, mover_option)
+        how = ["--mode", mode, *(["--require", require] if require is not None else [])]
+        found, decode = _disaggregated([*work, *how], common, sides, moving, inject_fault)
         alone = _alone(work, sides["prefill"])
-    _finish(rows, alone, path, sides, output, as_json=json)
+    transfer = {
+        "mover": {"name": mover, "options": mover_option or []},
+        "path": found.path,
+        "registration": {
+            side: {"registered_bytes": nbytes, "registration_s": seconds}
+            for side, nbytes, seconds in (
+                ("prefill", found.registered_bytes, found.registration_s),
+                ("decode", decode["registered_bytes"], decode["registration_s"]),
+            )
+        },
+    }
+    _finish(found.requests, alone, path, sides, transfer, output, as_json=json)
 
 
 def _side(layout: str, block_size: int, dtype: str, device: str, tp_size: int) -> list[str]:
@@ -135,28 +155,32 @@ def _prompts(model: Path, block_size: int, max_tokens: int) -> list[str]:
 
 
 def _disaggregated(
-    work: list[str], common: list[str], sides: dict[str, list[str]], fault: str | None
-) -> "list[RequestRow]":
-    """Run the prompts through a prefill and a decode process; return the prefill node's rows."""
-    from pdtx.cli.processes import Node
-    from pdtx.report import read_rows
+    work: list[str], common: list[str], sides: dict[str, list[str]], moving: list[str], fault: str | None
+) -> "tuple[ResultDocument, dict[str, Any]]":
+    """Run the prompts through a prefill and a decode process; return the former's result, what the latter said first.
 
-    serve = ["--listen", "127.0.0.1:0", "--verify", "--json", *common, *sides["decode"]]
+    work: the prefill node's flags; moving: both sides' flags for the mover.
+    """
+    from pdtx.cli.processes import Node
+    from pdtx.report import read_result
+
+    serve = ["--listen", "127.0.0.1:0", "--verify", "--json", *common, *moving, *sides["decode"]]
     if fault is not None:
         serve += ["--inject-fault", fault]
     with Node("decode ", "decode_node", serve) as decode:
-        address = decode.event("listening", 300.0)["address"]
-        with Node("prefill", "prefill_node", ["--connect", address, "--json", *work, *sides["prefill"]]) as prefill:
-            return read_rows(prefill.result(1800.0))
+        listening = decode.event("listening", 300.0)
+        ship = ["--connect", listening["address"], "--json", *work, *moving, *sides["prefill"]]
+        with Node("prefill", "prefill_node", ship) as prefill:
+            return read_result(prefill.result(1800.0)), listening
 
 
 def _alone(work: list[str], side: list[str]) -> "list[RequestRow]":
     """Run the prompts through one process doing both."""
     from pdtx.cli.processes import Node
-    from pdtx.report import read_rows
+    from pdtx.report import read_result
 
     with Node("alone  ", "pdtx", ["generate", "--json", *work, *side]) as node:
-        return read_rows(node.result(1800.0))
+        return read_result(node.result(1800.0)).requests
 
 
 def _mapping(flags: list[str]) -> dict[str, str]:
@@ -171,6 +195,7 @@ def _finish(
     alone: "list[RequestRow]",
     model: Path,
     sides: dict[str, list[str]],
+    transfer: dict[str, Any],
     output: Path,
     *,
     as_json: bool,
@@ -190,6 +215,7 @@ def _finish(
         "machine": machine_facts(),
         "model": {"name": model.name, "fingerprint": fingerprint(model)},
         "sides": {side: _mapping(flags) for side, flags in sides.items()},
+        **transfer,
         "requests": msgspec.to_builtins(rows),
         "tokens_equal_one_process": not differing,
         "ok": right,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-_CACHE, _MODEL, _SECURITY = "KV cache", "Model", "Security"
+_CACHE, _MODEL, _TRANSFER, _SECURITY = "KV cache", "Model", "Transfer", "Security"
 
 Model = Annotated[
     str | None,
@@ -50,6 +50,38 @@ TensorParallel = Annotated[
         help="Ranks that the KV heads are divided over, each with memory of its own (all in this process).",
         min=1,
         rich_help_panel=_CACHE,
+    ),
+]
+Mover = Annotated[
+    str,
+    typer.Option(
+        help="What moves the payload, the same on both sides: tcp, shm, ucx, nixl, or another that is installed.",
+        rich_help_panel=_TRANSFER,
+    ),
+]
+MoverOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="KEY=VALUE for the mover's own option, as in socket_buffer_bytes=4194304; may be repeated.",
+        rich_help_panel=_TRANSFER,
+        show_default=False,
+    ),
+]
+Require = Annotated[
+    str | None,
+    typer.Option(
+        help="Fail before any payload unless rdma, tcp or shm carries it, whatever the mover.",
+        rich_help_panel=_TRANSFER,
+        show_default=False,
+    ),
+]
+TransferMode = Annotated[
+    str,
+    typer.Option(
+        "--mode",
+        help="direct: every run as it is. staged: packed into large pieces first. auto: the cheaper one, piece by "
+        "piece, by measured costs (PDTX_COSTS, or ~/.cache/pdtx/costs.json).",
+        rich_help_panel=_TRANSFER,
     ),
 ]
 ConfigOrPreset = Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")]

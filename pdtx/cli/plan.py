@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdtx.cli.common import emit
+from pdtx.cli.movers import parse_mode
 from pdtx.cli.options import ConfigOrPreset, Json, KVCacheDtype
 from pdtx.cli.tables import aligned, both_sizes, named
-from pdtx.errors import InputError
 
 if TYPE_CHECKING:
     from pdtx.kvspec import KVCacheSpec
@@ -61,10 +61,9 @@ def plan(
 ) -> None:
     """Predict a transfer: runs, bytes of each, bytes on the wire and how many of them are copies."""
     from pdtx.models import layer_specs, load_config, state_sharding
-    from pdtx.plan import Mode, choose_mode, plan_request
+    from pdtx.plan import choose_mode, plan_request
 
-    if mode not in tuple(Mode):
-        raise InputError(f"mode {mode!r} is not one of {', '.join(Mode)}")
+    asked = parse_mode(mode)
     config = load_config(model)
 
     def side(layout: str, block_size: int, tp_size: int, drafts: int, seed: int) -> "CacheSide":
@@ -81,7 +80,7 @@ def plan(
         whole_blocks=whole_blocks,
         merge=merge,
     )
-    choice = choose_mode(found.num_runs, found.wire_bytes, Mode(mode))
+    choice = choose_mode(found.num_runs, found.wire_bytes, asked, num_ranges=found.num_ranges)
     if as_json:
         emit(json.dumps(_record(model, found, choice), indent=2))
     else:

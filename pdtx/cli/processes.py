@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -74,7 +74,7 @@ class Node:
             if pipe is not None:
                 pipe.close()
 
-    def event(self, name: str, timeout_s: float) -> dict[str, str]:
+    def event(self, name: str, timeout_s: float) -> dict[str, Any]:
         """Wait for a line {"event": name, ...} on stdout and return it.
 
         Raises PdtxError if the process ends first, DeadlineExceeded after timeout_s.
@@ -90,7 +90,7 @@ class Node:
             raise DeadlineExceeded(f"event {name!r}", self.name, timeout_s)
         if not line:
             raise self._died()
-        return msgspec.json.decode(line, type=dict[str, str])
+        return msgspec.json.decode(line, type=dict[str, Any])
 
     def result(self, timeout_s: float) -> str:
         """Wait for the end and return stdout, whatever the exit code, if there is any.

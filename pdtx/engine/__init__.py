@@ -6,11 +6,13 @@ from pdtx.engine.inbound import InboundRequest
 from pdtx.engine.matching import Match, check_compatible, match_caches
 from pdtx.engine.outbound import OutboundRequest
 from pdtx.engine.producer import KVProducer
+from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.timing import TransferTimes, union_seconds
 
 __all__ = [
     "BufferFacts",
     "CacheFacts",
+    "CacheRegistration",
     "InboundRequest",
     "KVConsumer",
     "KVProducer",
@@ -21,5 +23,6 @@ __all__ = [
     "describe_cache",
     "facts_of",
     "match_caches",
+    "register_cache",
     "union_seconds",
 ]

@@ -17,6 +17,7 @@ from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
 from pdtx.engine.handshake import make_reject, make_welcome, open_session
 from pdtx.engine.inbound import InboundRequest, InboundState, Session
 from pdtx.engine.receiving import PayloadReceiver
+from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.verifier import Verifier
 from pdtx.errors import (
     DeadlineExceeded,
@@ -86,6 +87,7 @@ class KVConsumer:
         self._ready: queue.SimpleQueue[InboundRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, name="pdtx-reaper", daemon=True)
+        self.registration = CacheRegistration()
         self.num_ended = 0
         self.num_failed = 0  # of those
         self._listener: Listener | None = None
@@ -102,8 +104,10 @@ class KVConsumer:
     def listen(self, address: str, *, security: Security, data_port: int = 0) -> str:
         """Serve producers at address ("HOST:PORT"), their payloads at data_port of the same host; return the address.
 
-        Raises AddressInUse, or InputError, for a wildcard address among others if the mover has none to advertise.
+        The cache is registered with the mover before. Raises AddressInUse, TransferError for memory that cannot be
+        registered, or InputError, for a wildcard address among others if the mover has none to advertise.
         """
+        self.registration = register_cache(self.mover, self.cache)
         host, _ = parse_address(address)
         bound = self.mover.listen(join_address(host, data_port), self.receiver)
         self._endpoints = [DataEndpoint(mover=self.mover.name, address=bound)]

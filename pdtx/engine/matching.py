@@ -10,7 +10,7 @@ from pdtx.engine.specs import spec_fields
 from pdtx.errors import IncompatiblePeer, ParallelError, PdtxError
 from pdtx.layout import Layout
 from pdtx.parallel import RankTransfer, transfers
-from pdtx.plan import Endpoint, TransferPlan, build_plan
+from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, GroupDescription
 
@@ -72,7 +72,8 @@ class BufferMatch:
 
     def destination(self, block_ids: Int64s, layout: Layout | None = None) -> Endpoint:
         """Return the consumer's side of a plan, from its block table; layout: another than its own, a fault."""
-        return Endpoint.of(layout or self.consumer.layout, block_ids)
+        # The stream stays what both sides have agreed on: bytes arrive as ever, and go to the wrong places.
+        return Endpoint.of(layout or self.consumer.layout, block_ids, agreed=self.consumer.layout if layout else None)
 
     def plan(
         self,
@@ -83,14 +84,16 @@ class BufferMatch:
         positions: range,
         *,
         merge: bool = True,
+        plans: PlanCache | None = None,
     ) -> TransferPlan:
         """Plan what a move carries of the consumer's layers at positions. Both sides call this, with the same order.
 
-        Raises PlanError.
+        plans: knows the shapes of earlier plans. Raises PlanError.
         """
         first = self.layers[layers.start]
         source = range(first, first + len(layers))
-        return build_plan(src, dst, positions, source, dst_layer=layers.start, merge=merge, boxes=move.boxes)
+        build = plans.plan if plans is not None else build_plan
+        return build(src, dst, positions, source, dst_layer=layers.start, merge=merge, boxes=move.boxes)
 
     def consecutive(self, layers: range) -> bool:
         """Whether the consumer's layers lie one after another at the producer, so that one plan can carry them."""

@@ -8,6 +8,7 @@ import torch
 
 from pdtx.cache import GroupBlocks
 from pdtx.engine.matching import BufferMatch
+from pdtx.engine.picking import Picks
 from pdtx.engine.timing import Interval, TransferTimes
 from pdtx.errors import PdtxError
 from pdtx.parallel import RankTransfer
@@ -40,6 +41,7 @@ class OutboundRequest:
     unsent: int = 0  # pieces that are computed and not acknowledged
     nbytes: int = 0
     num_runs: int = 0
+    picks: Picks = field(default_factory=Picks)
     prepare: float = 0.0
     posts: list[Interval] = field(default_factory=list)
     moves: list[Interval] = field(default_factory=list)

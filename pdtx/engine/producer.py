@@ -15,6 +15,9 @@ from pdtx.engine.describe import facts_of
 from pdtx.engine.handshake import choose_endpoint, make_hello, match_welcome
 from pdtx.engine.matching import Match
 from pdtx.engine.outbound import OutboundRequest, Piece
+from pdtx.engine.path import check_path
+from pdtx.engine.picking import ModePicker
+from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.shipping import Shipper
 from pdtx.errors import (
     DeadlineExceeded,
@@ -26,6 +29,7 @@ from pdtx.errors import (
     TransferError,
     VerificationError,
 )
+from pdtx.plan import CostTable, Mode
 from pdtx.protocol import (
     CacheDescription,
     Complete,
@@ -43,7 +47,8 @@ from pdtx.protocol import (
     Welcome,
 )
 from pdtx.sidechannel import Dialer, Security
-from pdtx.transports import Connection, Mover, TransferHandle
+from pdtx.transports import Connection, Mover, Path, TransferHandle
+from pdtx.transports.base import PathKind
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +56,26 @@ logger = logging.getLogger(__name__)
 class KVProducer:
     """The prefill node's engine: one consumer, many requests. Safe to use from several threads.
 
+    mode: how pieces move; auto picks for each by costs, of movers on this machine.
+
     The life of a request: begin() asks for a grant; layer_ready() as each layer is computed; computed() after the last
     one; wait() for what the consumer made of it. Blocks are given back when the consumer releases them, or
     when the request has failed and no transfer reads them any more.
     """
 
     def __init__(
-        self, cache: KVCaches, description: CacheDescription, mover: Mover, *, engine_id: str | None = None
+        self,
+        cache: KVCaches,
+        description: CacheDescription,
+        mover: Mover,
+        *,
+        engine_id: str | None = None,
+        mode: Mode = Mode.AUTO,
+        costs: CostTable | None = None,
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
+        self.mode, self._costs = mode, costs or CostTable({})
+        self.registration = CacheRegistration()
         self.allocator = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
         self._requests: dict[str, OutboundRequest] = {}
@@ -79,11 +95,21 @@ class KVProducer:
 
     # -- connecting -------------------------------------------------------------------------------------------------
 
-    def connect(self, address: str, *, security: Security, timeout_s: float = 10.0) -> None:
-        """Shake hands with the consumer at address and open the data connection.
+    @property
+    def path(self) -> Path | None:
+        """What carries the payload, as found after connect(); None before."""
+        return self._connection.path if self._connection is not None else None
 
-        Raises PeerUnreachable, AuthenticationFailed, IncompatiblePeer, ProtocolError or DeadlineExceeded.
+    def connect(
+        self, address: str, *, security: Security, timeout_s: float = 10.0, require: PathKind | None = None
+    ) -> None:
+        """Register the cache, shake hands with the consumer at address, and open the data connection.
+
+        require: what must carry the payload. Raises WrongTransport if something else would, before any payload;
+        PeerUnreachable, AuthenticationFailed, IncompatiblePeer, ProtocolError or DeadlineExceeded; TransferError for a
+        cache that cannot be registered, InputError if it is to be staged by a mover that cannot.
         """
+        self.registration = register_cache(self.mover, self.cache)
         deadline = time.monotonic() + timeout_s
         self._dialer = Dialer(address, self._on_message, self._on_lost, security=security)
         self._dialer.connect(timeout_s)
@@ -100,7 +126,14 @@ class KVProducer:
             logger.warning("%s does not have %s: not sent", self.peer, self._match.not_sent_text)
         endpoint = choose_endpoint(answer, self.mover.name)
         self._connection = self.mover.connect(endpoint.address, answer.session_id, answer.token, deadline)
-        self._shipper = Shipper(self.cache, self._match, self._connection, self)
+        check_path(self._connection.path, self.peer, require)
+        self._shipper = Shipper(self.cache, self._match, self._connection, self, self._modes(self._connection))
+
+    def _modes(self, connection: Connection) -> ModePicker:
+        if self.mode is Mode.STAGED and not connection.stages:
+            raise InputError(f"mover {self.mover.name} cannot stage here; choose mode direct or auto, or another mover")
+        device, mover = self.cache.device.type, self.mover.name
+        return ModePicker(self.mode, stages=connection.stages, mover=mover, device=device, table=self._costs)
 
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""

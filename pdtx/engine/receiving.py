@@ -1,5 +1,6 @@
 """What the consumer does for its mover: it admits sessions, plans where payloads go, and accounts for them."""
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -9,7 +10,10 @@ from pdtx.engine.inbound import InboundRequest, InboundState, Session
 from pdtx.engine.shipping import regions_of
 from pdtx.errors import AuthenticationFailed, PdtxError, PeerLost, TransferRefused
 from pdtx.layout import Layout
+from pdtx.plan import PlanCache
 from pdtx.transports import Placement, TransferKey
+
+logger = logging.getLogger(__name__)
 
 
 class Requests(Protocol):
@@ -47,6 +51,7 @@ class PayloadReceiver:
     ) -> None:
         self._allocator, self._requests, self._lock = allocator, requests, lock
         self._regions, self._plan_layout = regions_of(cache), plan_layout
+        self._plans = PlanCache()
         self._placing: dict[tuple[str, TransferKey], InboundRequest] = {}  # payloads arriving now
 
     def admit(self, session_id: str) -> bytes:
@@ -71,11 +76,11 @@ class PayloadReceiver:
         fault = self._plan_layout if match.index == 0 else None
         here = match.destination(request.granted(match.group), fault)
         try:
-            plan = match.plan(match.moves[move], source, here, layers, positions, merge=False)
+            plan = match.plan(match.moves[move], source, here, layers, positions, merge=False, plans=self._plans)
         except BaseException:
             self._unplace(session_id, key)
             raise
-        slices = plan.flat.destination()
+        slices = plan.destination()
         with self._lock:
             request.received_runs += len(slices)
         return Placement(self._regions[match.index][key.dst_rank], slices, request.deadline)
@@ -99,6 +104,17 @@ class PayloadReceiver:
         request = self._unplace(session_id, key)
         if error is not None:
             self._requests.fail(request, error)
+
+    def offer(self, session_id: str, key: TransferKey) -> Placement:
+        """Refuse: a decode node's cache is written by its producers, not read."""
+        raise TransferRefused(f"{key}: this node gives nothing away")
+
+    def offered(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
+        """Learn of nothing, for nothing was offered."""
+
+    def notified(self, session_id: str, data: bytes) -> None:
+        """Log a notice: what a producer has to say comes over the side channel."""
+        logger.info("ignored a notice of %d bytes of session %s", len(data), session_id)
 
     def closed(self, session_id: str, reason: str) -> None:
         """Fail what a producer had under way when its data connection ended."""

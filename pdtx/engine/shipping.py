@@ -9,7 +9,9 @@ from typing import Protocol
 from pdtx.cache import KVCaches
 from pdtx.engine.matching import Match
 from pdtx.engine.outbound import OutboundRequest, Piece
+from pdtx.engine.picking import ModePicker
 from pdtx.errors import PdtxError, ProtocolError, TransferError
+from pdtx.plan import Mode, PlanCache
 from pdtx.protocol import ReadReference, Reference
 from pdtx.transports import Connection, Region, TransferHandle, TransferKey
 
@@ -41,11 +43,13 @@ class ShippingEvents(Protocol):
 
 
 class Shipper:
-    """Ships pieces and reads reference data, in the order of the puts."""
+    """Ships pieces and reads reference data, in the order of the puts. modes: picks how each piece moves."""
 
-    def __init__(self, cache: KVCaches, match: Match, connection: Connection, events: ShippingEvents) -> None:
+    def __init__(
+        self, cache: KVCaches, match: Match, connection: Connection, events: ShippingEvents, modes: ModePicker
+    ) -> None:
         self._cache, self._match, self._connection, self._events = cache, match, connection, events
-        self._regions = regions_of(cache)
+        self._regions, self._modes, self._plans = regions_of(cache), modes, PlanCache()
         self._work: queue.SimpleQueue[Piece | ReadReference | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pdtx-shipper", daemon=True)
         self._thread.start()
@@ -88,10 +92,12 @@ class Shipper:
         began = time.monotonic()
         here = match.source(request.sources[match.producer_group])
         there = match.destination(request.destinations[match.group])
-        plan = match.plan(move, here, there, piece.layers, piece.positions)
-        request.prepare += time.monotonic() - began
-        request.num_runs += len(plan.flat)
+        plan = match.plan(move, here, there, piece.layers, piece.positions, plans=self._plans)
+        choice = self._modes.pick(plan)
+        request.picks.add(choice)
+        request.num_runs += plan.num_runs
         request.nbytes += plan.nbytes
+        request.prepare += time.monotonic() - began
         piece.fence()
         key = TransferKey(
             request.request_id,
@@ -104,7 +110,11 @@ class Shipper:
             move.dst_rank,
         )
         region = self._regions[match.producer_index][move.src_rank]
-        handle = self._connection.put(key, region, plan.flat, request.deadline)
+        began = time.monotonic()
+        handle = self._connection.put(
+            key, region, plan.to_move, request.deadline, staged=choice.mode is Mode.STAGED
+        )  # fmt: skip
+        request.prepare += time.monotonic() - began
         handle.on_end(lambda ended: self._events.on_sent(request, ended))
 
     def _read(self, ask: ReadReference) -> Reference:

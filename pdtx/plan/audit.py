@@ -4,7 +4,8 @@ import numpy as np
 
 from pdtx.errors import PlanError
 from pdtx.layout import Layout
-from pdtx.plan.runs import Int64s, RunGrid, Runs, RunSet
+from pdtx.plan.grids import RunGrid, RunSet
+from pdtx.plan.runs import Int64s, Runs
 
 
 def audit_run_set(runs: RunSet, src: Layout, dst: Layout, expected_bytes: int) -> None:
@@ -65,7 +66,7 @@ def _inside(runs: RunSet, side: str, size_bytes: int) -> bool:
         offsets: Int64s = getattr(grid, side)
         if not len(offsets):
             continue
-        reach = sum((axis.count - 1) * int(getattr(axis, f"{side}_stride")) for axis in (*grid.outer, *grid.inner))
+        reach = sum((axis.count - 1) * int(getattr(axis, f"{side}_stride")) for axis in grid.loops)
         if int(offsets.min()) < 0 or int((offsets + grid.nbytes).max()) + reach > size_bytes:
             return False
     return True
@@ -109,7 +110,7 @@ def _disjoint(grids: tuple[RunGrid, ...]) -> bool:
 def _loops(grid: RunGrid) -> dict[int, int]:
     """Steps in the destination and their numbers; a step of 0 where two loops have the same one."""
     found = dict[int, int]()
-    for axis in (*grid.outer, *grid.inner):
+    for axis in grid.loops:
         if axis.count > 1:
             found[0 if axis.dst_stride in found else axis.dst_stride] = axis.count
     return found

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pdtx.errors import PlanError
 from pdtx.layout import KVCacheLayout, Layout, Part, PartedLayout, StridedLayout
 from pdtx.parallel import Box, Cut
+from pdtx.plan.grids import GridAxis
 
 _WORDS = {"kv": "K/V part", "head": "KV head"}
 """What axes are called in messages, where that is not their name."""
@@ -12,12 +13,21 @@ _WORDS = {"kv": "K/V part", "head": "KV head"}
 
 @dataclass(frozen=True)
 class BoxAxis:
-    """An axis of the box that is copied: steps, and the bytes from one to the next on either side."""
+    """An axis of the box that is copied: steps, and the bytes from one to the next on either side.
+
+    order: bytes from one step to the next in the layout that the stream follows.
+    """
 
     name: str
     extent: int
     src: int
     dst: int
+    order: int
+
+    @property
+    def loop(self) -> GridAxis:
+        """The axis as a loop of a grid."""
+        return GridAxis(self.extent, self.src, self.dst)
 
 
 def match_parts(src: Layout, dst: Layout) -> tuple[tuple[Part, Part], ...]:
@@ -69,16 +79,25 @@ def whole_blocks(src: StridedLayout, dst: StridedLayout) -> bool:
     return together
 
 
-def box_axes(src: StridedLayout, dst: StridedLayout, box: Box, num_layers: int, num_steps: int) -> list[BoxAxis]:
+def box_axes(
+    src: StridedLayout,
+    dst: StridedLayout,
+    box: Box,
+    num_layers: int,
+    num_steps: int,
+    order: StridedLayout | None = None,
+) -> list[BoxAxis]:
     """Return the axes of a box, in the source's order, without those of one step; block is not among them.
 
-    num_steps: of the token axis. Raises PlanError if the sides have another extent and the box does not cut it, if a
-    cut leaves a side, or goes through what must stay together.
+    num_steps: of the token axis. order: default dst.
+    Raises PlanError if the sides have another extent and the box does not cut it, if a cut leaves a side, or goes
+    through what must stay together.
     """
     cuts = {cut.axis: cut for cut in box.cuts}
     unknown = set(cuts) - set(src.by_name)
     if unknown:
         raise PlanError(f"{src.name} has no axis {min(unknown)} to cut")
+    order = order or dst
     axes = list[BoxAxis]()
     for name in (axis.name for axis in src.axes if axis.name != "block"):
         if name in ("layer", "token"):
@@ -89,7 +108,7 @@ def box_axes(src: StridedLayout, dst: StridedLayout, box: Box, num_layers: int, 
             extent = _extent(src, name)
             _same(f"number of {_WORDS.get(name, name)}s", src, extent, dst, _extent(dst, name))
         if extent > 1:
-            axes.append(BoxAxis(name, extent, src.stride(name), dst.stride(name)))
+            axes.append(BoxAxis(name, extent, src.stride(name), dst.stride(name), order.stride(name)))
     for axis in axes:
         if axis.src != axis.dst and not (axis.name in src.sliceable and axis.name in dst.sliceable):
             raise PlanError(

@@ -9,10 +9,11 @@ from pdtx.errors import PlanError
 from pdtx.kvspec import CrossAttentionSpec, KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import any_layout
 from pdtx.parallel import RankTransfer, rank_spec, transfers, unread_ranks
-from pdtx.plan.build import TransferPlan, build_plan
+from pdtx.plan.build import build_plan
 from pdtx.plan.endpoint import Endpoint
 from pdtx.plan.needed import needed_positions, tokens_per_vector
 from pdtx.plan.runs import Int64s
+from pdtx.plan.transfer import TransferPlan
 from pdtx.units import ceil_div, round_up
 
 ChooseLayout = Callable[[KVCacheSpec, str], str]
@@ -84,7 +85,12 @@ class BufferPlan:
     @property
     def num_runs(self) -> int:
         """Runs of all pairs of ranks, merged if that was asked for."""
-        return sum(sum(plan.sizes.values()) for plan in self.plans)
+        return sum(plan.num_runs for plan in self.plans)
+
+    @property
+    def num_ranges(self) -> int:
+        """Ranges of the destination, joined where they touch there, likewise."""
+        return sum(plan.num_destination_ranges for plan in self.plans)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,11 @@ class RequestPlan:
     def num_runs(self) -> int:
         """Runs in all."""
         return sum(buffer.num_runs for buffer in self.buffers)
+
+    @property
+    def num_ranges(self) -> int:
+        """Ranges of the destination in all."""
+        return sum(buffer.num_ranges for buffer in self.buffers)
 
 
 def plan_request(

@@ -179,11 +179,18 @@ def _attention(facts: AttentionFacts, dtype: str, block_size: int) -> Stored:
 
 
 def make_caches(
-    plan: CachePlan, layouts: tuple[str, ...], num_blocks: int, tp_size: int, device: torch.device
+    plan: CachePlan,
+    layouts: tuple[str, ...],
+    num_blocks: int,
+    tp_size: int,
+    device: torch.device,
+    *,
+    shared: bool = False,
 ) -> KVCaches:
     """Allocate a plan's buffers.
 
     layouts: see pdtx.layout.layout_for. num_blocks: of each group; a group of states gets MOST_STATES at most.
+    shared: see PagedBuffer.
 
     Raises InputError for what tensor parallelism cannot have, and whatever the buffers raise.
     """
@@ -196,13 +203,14 @@ def make_caches(
         for group in plan.groups
     ]
     buffers = [
-        (one.group, _make_buffer(one, layouts, groups[one.group].num_blocks, tp_size, device)) for one in plan.buffers
+        (one.group, _make_buffer(one, layouts, groups[one.group].num_blocks, tp_size, device, shared))
+        for one in plan.buffers
     ]
     return KVCaches(groups, buffers)
 
 
 def _make_buffer(
-    one: BufferPlan, layouts: tuple[str, ...], num_blocks: int, tp_size: int, device: torch.device
+    one: BufferPlan, layouts: tuple[str, ...], num_blocks: int, tp_size: int, device: torch.device, shared: bool
 ) -> PagedBuffer:
     kinds: tuple[tuple[tuple[type[KVCacheSpec], ...], type[PagedBuffer]], ...] = (
         ((MambaSpec,), PagedStateCache),
@@ -222,4 +230,5 @@ def _make_buffer(
         name=one.name,
         layer_names=one.layer_names,
         tp_size=tp_size,
+        shared=shared,
     )

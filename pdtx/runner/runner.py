@@ -71,15 +71,23 @@ class ModelRunner:
         return cls(path, model, inspect_model(model, path.resolve().name), dtype)
 
     def make_cache(
-        self, *, layout: str = "flash_attn_nhd", block_size: int = 16, num_blocks: int = 512, tp_size: int = 1
+        self,
+        *,
+        layout: str = "flash_attn_nhd",
+        block_size: int = 16,
+        num_blocks: int = 512,
+        tp_size: int = 1,
+        shared: bool = False,
     ) -> KVCaches:
         """Allocate the model's caches on its device.
 
         layout: see pdtx.layout.parse_layouts. block_size: tokens in a block. num_blocks: of each group; a group of
-        states gets one for each sequence, 65 at most. tp_size: ranks that share the heads.
+        states gets one for each sequence, 65 at most. tp_size: ranks that share the heads. shared: see PagedBuffer.
         Raises LayoutError, SpecError, ParallelError or InputError for what cannot be.
         """
-        return make_caches(self._plan(block_size), parse_layouts(layout), num_blocks, tp_size, self.device)
+        return make_caches(
+            self._plan(block_size), parse_layouts(layout), num_blocks, tp_size, self.device, shared=shared
+        )
 
     def _plan(self, block_size: int) -> CachePlan:
         if block_size not in self._plans:

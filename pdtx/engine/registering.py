@@ -1,0 +1,30 @@
+"""A node's cache made known to its mover, once and before the first transfer."""
+
+import logging
+from dataclasses import dataclass
+
+from pdtx.cache import KVCaches
+from pdtx.engine.shipping import regions_of
+from pdtx.transports import Mover
+from pdtx.units import format_bytes, format_seconds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheRegistration:
+    """What was registered of a cache: bytes and seconds of all regions; zeros where a mover needs none."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def register_cache(mover: Mover, cache: KVCaches) -> CacheRegistration:
+    """Register all regions of a cache. Raises TransferError for memory that cannot be registered."""
+    answers = [mover.register(region) for ranks in regions_of(cache) for region in ranks]
+    found = [answer for answer in answers if answer is not None]
+    total = CacheRegistration(sum(one.nbytes for one in found), sum(one.seconds for one in found))
+    if found:
+        size, time = format_bytes(total.nbytes), format_seconds(total.seconds)
+        logger.info("%s registered %d regions, %s in %s", mover.name, len(found), size, time)
+    return total
