@@ -40,6 +40,7 @@ from pdtx.protocol import (
 )
 from pdtx.sidechannel import Dialer, Listener
 from pdtx.testing.pair import Leaks
+from pdtx.testing.wrapped import WrappedConnection
 from pdtx.transports import Connection, Region, TransferHandle, TransferKey, make_mover
 from tests.engine_pair import (
     CHANNELS,
@@ -409,16 +410,19 @@ def test_reference_data_beyond_the_request_is_refused(part: tuple[int, int, int]
         pair.consumer.let_go(ready)
 
 
-class FailingConnection(Connection):
+class FailingConnection(WrappedConnection):
     """Its at-th put fails, once computed() has been called: at once, or as a transfer (late)."""
 
     def __init__(self, inner: Connection, *, at: int, late: bool = False) -> None:
-        self.inner, self.at, self.late, self.puts = inner, at, late, 0
+        super().__init__(inner)
+        self.at, self.late, self.puts = at, late, 0
 
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
         self.puts += 1
         if self.puts < self.at:
-            return self.inner.put(key, region, runs, deadline)
+            return self.inner.put(key, region, runs, deadline, staged=staged)
         time.sleep(0.2)  # until computed() has been called
         if not self.late:
             raise PlanError("it cannot be put")
@@ -426,22 +430,19 @@ class FailingConnection(Connection):
         handle.finish(TransferError("it cannot be put"))
         return handle
 
-    def close(self) -> None:
-        self.inner.close()
 
-
-class HoldingConnection(Connection):
+class HoldingConnection(WrappedConnection):
     """Its transfers go on until the test ends them."""
 
     def __init__(self, inner: Connection, handles: list[TransferHandle]) -> None:
-        self.inner, self.handles = inner, handles
+        super().__init__(inner)
+        self.handles = handles
 
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
         self.handles.append(TransferHandle(key, runs.source().total, "peer", deadline))
         return self.handles[-1]
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def test_a_consumer_that_fails_while_receiving() -> None:

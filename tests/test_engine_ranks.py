@@ -17,6 +17,7 @@ from pdtx.layout import KVCacheLayout
 from pdtx.parallel import Box, Cut, RankTransfer
 from pdtx.plan import Runs
 from pdtx.testing.codes import codes_for, fill_codes
+from pdtx.testing.wrapped import WrappedConnection
 from pdtx.transports import Connection, Region, TransferHandle, TransferKey
 from tests.engine_pair import (
     Pair,
@@ -38,7 +39,7 @@ UNREAD = 0xAB
 LATENT_TAKEN = {(8, 4): [0, 2, 4, 6], (4, 8): [0, 0, 1, 1, 2, 2, 3, 3]}
 
 
-class Recorder(Connection):
+class Recorder(WrappedConnection):
     """Notes what is put, by ranks; drop: puts that are said to be done and are not."""
 
     def __init__(
@@ -47,19 +48,19 @@ class Recorder(Connection):
         puts: list[tuple[TransferKey, Region, Runs]],
         drop: Callable[[TransferKey], bool] = lambda _: False,
     ) -> None:
-        self.inner, self.puts, self.drop = inner, puts, drop
+        super().__init__(inner)
+        self.puts, self.drop = puts, drop
 
-    def put(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
         self.puts.append((key, region, runs))
         if not self.drop(key):
-            return self.inner.put(key, region, runs, deadline)
+            return self.inner.put(key, region, runs, deadline, staged=staged)
         handle = TransferHandle(key, runs.total, "peer", deadline)
         handle.post()
         handle.finish()
         return handle
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def model(tp_size: int, heads: int, layout: str = "flash_attn_nhd", block_size: int = BLOCK) -> PagedKVCache:

@@ -26,6 +26,7 @@ from pdtx.errors import (
     TransferError,
     TransferRefused,
     VerificationError,
+    WrongTransport,
 )
 
 ALL = cast("list[type[PdtxError]]", [cls for _, cls in inspect.getmembers(errors, inspect.isclass)])
@@ -42,7 +43,7 @@ def test_every_error_is_a_pdtx_error_and_documented(cls: type[Exception]) -> Non
 @pytest.mark.parametrize(
     ("parent", "children"),
     [
-        (InputError, [SpecError, LayoutError, PlanError, ModelError]),
+        (InputError, [SpecError, LayoutError, PlanError, ModelError, WrongTransport]),
         (CacheError, [OutOfBlocks, StaleBlocks]),
         (ProtocolError, [IncompatiblePeer]),
         (PeerError, [PeerUnreachable, PeerLost]),
@@ -56,6 +57,7 @@ def test_tree(parent: type[PdtxError], children: list[type[PdtxError]]) -> None:
 def test_exit_codes() -> None:
     usage = {cls for cls in ALL if cls.exit_code == 2}
     usual = {InputError, SpecError, LayoutError, ParallelError, PlanError, PoolTooSmall, ModelError, IncompatiblePeer}
+    usual |= {WrongTransport}
     assert usage == usual
     assert {cls.exit_code for cls in ALL} == {1, 2}
 

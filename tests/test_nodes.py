@@ -142,6 +142,25 @@ def test_disaggregated_equals_one_process(prefill: Callable[..., Outcome], alone
     assert all(row["move_s"] > 0 and 0 <= row["hidden"] <= 1 and row["num_runs"] > 0 for row in rows.values())
 
 
+@pytest.mark.parametrize("mode", ["direct", "staged"])
+def test_a_result_says_what_carried_the_payload_and_how(
+    prefill: Callable[..., Outcome], alone: dict[str, list[int]], mode: str
+) -> None:
+    done = prefill("--mode", mode, "--require", "tcp", "--mover-option", "stall-s=20")
+    assert done.code == 0, done.stderr
+    assert "the payload goes over tcp (" in done.stderr
+    result, rows = json.loads(done.stdout), done.requests
+    assert {name: row["token_ids"] for name, row in rows.items()} == alone
+    assert result["path"]["kind"] == "tcp"
+    assert result["mover"] == {"name": "tcp", "options": ["stall-s=20"]}
+    assert result["registered_bytes"] >= 0
+    assert result["registration_s"] >= 0
+    for row in rows.values():
+        assert (row["carried_by"], row["emulated"], row["wrong"]) == ("tcp", False, 0)
+        assert re.fullmatch(rf"{mode} \d+", row["mode"])
+        assert row["mode_reason"].startswith(f"{mode}: ")
+
+
 def test_a_pool_smaller_than_all_prompts_makes_them_wait(
     prefill: Callable[..., Outcome], alone: dict[str, list[int]]
 ) -> None:
@@ -170,6 +189,13 @@ def test_a_pool_smaller_than_all_prompts_makes_them_wait(
         (("--tp", "3"), 2, "2 KV heads cannot be divided over tensor_parallel_size 3"),
         (("--prompts", "/nowhere/prompts"), 2, "cannot read prompts from /nowhere/prompts"),
         (("--prompt", ""), 2, "--prompt is empty"),
+        (("--mover", "pigeon"), 2, "unknown mover 'pigeon'; one of inproc"),
+        (("--mover", "inproc"), 2, "mover is inproc on the prefill side and tcp on the decode side"),
+        (("--mover-option", "colour=red"), 2, "mover tcp has no option 'colour'"),
+        (("--mover-option", "stall_s=soon"), 2, "option 'stall_s' of mover tcp must be a number, not 'soon'"),
+        (("--mode", "fast"), 2, "mode 'fast' is not one of direct, staged, auto"),
+        (("--require", "carrier"), 2, "--require takes rdma, tcp, shm, not 'carrier'"),
+        (("--require", "rdma"), 2, "rdma is required, but the payload would go over tcp"),
         (("--key", "/nowhere/a.key_secret"), 2, "--key and --peer-key go together"),
     ],
 )

@@ -9,6 +9,7 @@ from pdtx.errors import PlanError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.layout import LAYOUT_ORDERS, KVCacheLayout, make_layout
 from pdtx.plan import Endpoint, Runs, TransferPlan, audit_runs, build_plan
+from pdtx.plan.grids import GridAxis
 
 PRESETS = tuple(LAYOUT_ORDERS)
 H9_TOKENS, H9_BLOCKS, H9_POOL = 63 * 16, 63, 130
@@ -117,24 +118,26 @@ def elements(runs: Runs, itemsize: int) -> list[tuple[int, int]]:
     return [(s + i, d + i) for s, d, n in tuples(runs) for i in range(0, n, itemsize)]
 
 
+def steps(axes: Sequence[GridAxis]) -> list[tuple[int, int]]:
+    """What nested loops add to source and destination, step by step."""
+    found = [(0, 0)]
+    for axis in axes:
+        found = [(s + i * axis.src_stride, d + i * axis.dst_stride) for s, d in found for i in range(axis.count)]
+    return found
+
+
 def expanded(plan: TransferPlan) -> list[tuple[int, int, int]]:
     """The compressed runs, expanded by loops written for this test."""
     found = []
     for grid in plan.runs.grids:
-        steps = [(0, 0)]
-        for axis in grid.outer:
-            steps = [(s + i * axis.src_stride, d + i * axis.dst_stride) for s, d in steps for i in range(axis.count)]
-        inner_steps = [(0, 0)]
-        for axis in grid.inner:
-            inner_steps = [
-                (s + i * axis.src_stride, d + i * axis.dst_stride) for s, d in inner_steps for i in range(axis.count)
-            ]
         segments = list(zip(grid.src.tolist(), grid.dst.tolist(), grid.nbytes.tolist(), strict=True))
         found += [
-            (s + outer[0] + inner[0], d + outer[1] + inner[1], nbytes)
-            for outer in steps
-            for s, d, nbytes in segments
-            for inner in inner_steps
+            (s + outer[0] + middle[0] + inner[0], d + outer[1] + middle[1] + inner[1], nbytes)
+            for outer in steps(grid.outer)
+            for group in range(0, len(segments), grid.parts)
+            for middle in steps(grid.middle)
+            for s, d, nbytes in segments[group : group + grid.parts]
+            for inner in steps(grid.inner)
         ]
     return found
 

@@ -35,12 +35,14 @@ def expanded(plan: TransferPlan) -> Runs:
     """(base, stride, count) as a list, expanded by a loop over all axes written for this test."""
     found = list[Int64s]()
     for grid in plan.runs.grids:
-        shape = [axis.count for axis in grid.outer] + [len(grid.src)] + [axis.count for axis in grid.inner]
+        groups = [len(grid.src) // grid.parts], [grid.parts]
+        counts = [[axis.count for axis in loops] for loops in (grid.outer, grid.middle, grid.inner)]
+        shape = [*counts[0], *groups[0], *counts[1], *groups[1], *counts[2]]
         at = np.indices(shape, dtype=np.int64).reshape(len(shape), -1)
-        segment, loops = at[len(grid.outer)], np.delete(at, len(grid.outer), axis=0)
-        axes = (*grid.outer, *grid.inner)
+        group, part = len(counts[0]), len(counts[0]) + 1 + len(counts[1])
+        segment, loops = at[group] * grid.parts + at[part], np.delete(at, [group, part], axis=0)
         src, dst = grid.src[segment], grid.dst[segment]
-        for axis, steps in zip(axes, loops, strict=True):
+        for axis, steps in zip((*grid.outer, *grid.middle, *grid.inner), loops, strict=True):
             src, dst = src + steps * axis.src_stride, dst + steps * axis.dst_stride
         found.append(np.stack((src, dst, grid.nbytes[segment])))
     return Runs(*np.concatenate(found, axis=1))

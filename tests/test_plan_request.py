@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pdtx.errors import PlanError
@@ -19,21 +18,16 @@ from pdtx.kvspec import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from pdtx.layout import layout_for, make_layout
+from pdtx.layout import layout_for
 from pdtx.models import layer_specs, load_config, state_sharding
 from pdtx.plan import (
     CacheSide,
     Costs,
-    Endpoint,
     Mode,
     RequestPlan,
-    Runs,
-    TransferPlan,
-    build_plan,
     choose_mode,
     needed_positions,
     plan_request,
-    stage,
     state_block,
 )
 
@@ -274,61 +268,35 @@ class TestKindsOfLayers:
             plan_request(side({"x": FULL}), side({"x": FULL}), 10, cached_tokens=cached)
 
 
-def small_plan(tokens: int = 11) -> TransferPlan:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4, dtype="float16")
-    here, there = (make_layout(n, spec, num_layers=2, num_blocks=9) for n in ("flash_attn_nhd", "flashinfer_hnd"))
-    return build_plan(Endpoint.of(here, [4, 5, 1]), Endpoint.of(there, [7, 2, 3]), range(tokens))
-
-
-def execute(runs: Runs, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-    for src, dst, nbytes in zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True):
-        target[dst : dst + nbytes] = source[src : src + nbytes]
-
-
 class TestModes:
-    @pytest.mark.parametrize("piece_bytes", [1, 7, 64, 1 << 20])
-    def test_staged_ends_where_direct_does(self, piece_bytes: int) -> None:
-        plan = small_plan()
-        source = np.random.default_rng(0).integers(0, 255, plan.src.layout.size_bytes, np.uint8)
-        direct = np.full(plan.dst.layout.size_bytes, 255, np.uint8)
-        execute(plan.flat, source, direct)
-        steps = stage(plan.flat, piece_bytes)
-        here, there = np.zeros(steps.nbytes, np.uint8), np.zeros(steps.nbytes, np.uint8)
-        staged = np.full_like(direct, 255)
-        execute(steps.pack, source, here)
-        execute(steps.move, here, there)
-        execute(steps.unpack, there, staged)
-        assert steps.nbytes == plan.nbytes
-        assert int(steps.move.nbytes.max()) <= piece_bytes
-        assert np.array_equal(staged, direct)
-
-    def test_nothing_is_staged_as_nothing(self) -> None:
-        steps = stage(small_plan(0).flat)
-        assert (steps.nbytes, len(steps.pack), len(steps.move), len(steps.unpack)) == (0, 0, 0, 0)
-
-    def test_pieces_need_a_byte(self) -> None:
-        with pytest.raises(PlanError, match="1 byte or more, not 0"):
-            stage(small_plan().flat, 0)
+    def test_nothing_is_moved_directly(self) -> None:
+        assert choose_mode(0, 0, num_ranges=0).mode is Mode.DIRECT
 
     def test_auto_takes_large_runs_directly_and_packs_small_ones(self) -> None:
-        large, small = choose_mode(64, 64 << 22), choose_mode(1 << 20, 64 << 22)
+        large = choose_mode(64, 64 << 22, num_ranges=64)
+        small = choose_mode(1 << 20, 64 << 22, num_ranges=1 << 13)
         assert (large.mode, small.mode) == (Mode.DIRECT, Mode.STAGED)
         assert large.direct_s < large.staged_s
         assert small.direct_s > small.staged_s
-        assert "1,048,576 runs of 256 B on average" in small.reason
+        assert "1,048,576 runs of 256 B on average to 8,192 ranges" in small.reason
 
-    @pytest.mark.parametrize(("runs", "nbytes", "piece"), [(-1, 10, 1), (1, -1, 1), (5, 0, 0)])
-    def test_impossible_numbers_are_refused(self, runs: int, nbytes: int, piece: int) -> None:
+    def test_packing_does_not_help_where_the_destination_is_in_pieces(self) -> None:
+        assert choose_mode(1 << 20, 64 << 22, num_ranges=1 << 20).mode is Mode.DIRECT
+
+    @pytest.mark.parametrize(
+        ("runs", "nbytes", "ranges", "piece"), [(-1, 10, 0, 1), (1, -1, 1, 1), (5, 0, 1, 0), (5, 10, 6, 1)]
+    )
+    def test_impossible_numbers_are_refused(self, runs: int, nbytes: int, ranges: int, piece: int) -> None:
         with pytest.raises(PlanError, match="cannot be moved"):
-            choose_mode(runs, nbytes, piece_bytes=piece)
+            choose_mode(runs, nbytes, num_ranges=ranges, piece_bytes=piece)
 
     def test_auto_follows_the_measured_costs(self) -> None:
         cheap_runs = Costs(run_s=1e-9, pack_run_s=1e-6)
-        assert choose_mode(1 << 20, 64 << 22, costs=cheap_runs).mode is Mode.DIRECT
+        assert choose_mode(1 << 20, 64 << 22, costs=cheap_runs, num_ranges=1).mode is Mode.DIRECT
 
     @pytest.mark.parametrize("mode", [Mode.DIRECT, Mode.STAGED])
     def test_what_is_asked_for_is_done(self, mode: Mode) -> None:
         for runs in (64, 1 << 20):
-            choice = choose_mode(runs, 64 << 22, mode)
+            choice = choose_mode(runs, 64 << 22, mode, num_ranges=64)
             assert choice.mode is mode
             assert choice.reason.endswith("as asked for")

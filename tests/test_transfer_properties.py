@@ -18,7 +18,7 @@ from pdtx.errors import InputError, PlanError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.layout import AXIS_NAMES, ELEMENT_ORDERS, any_layout, make_layout
 from pdtx.plan import Runs, RunSet, TransferPlan, audit_run_set, audit_runs
-from pdtx.plan.runs import GridAxis, RunGrid
+from pdtx.plan.grids import GridAxis, RunGrid
 from tests.plan_oracle import Cells, Scene, check_arrival, copy_runs, moves_of, plan_of, views
 from tests.plan_scenes import KINDS, scenes
 
@@ -50,22 +50,23 @@ def test_every_byte_arrives_and_no_other_changes(kind: str, data: st.DataObject)
         check_arrival(scene)
 
 
-def expanded(plan: TransferPlan) -> list[tuple[int, int, int]]:
+def expanded(runs: RunSet) -> list[tuple[int, int, int]]:
     """The compressed runs, expanded by loops written for this test."""
     found = []
-    for grid in plan.runs.grids:
+    for grid in runs.grids:
         segments = list(zip(grid.src.tolist(), grid.dst.tolist(), grid.nbytes.tolist(), strict=True))
-        for outer in itertools.product(*(range(axis.count) for axis in grid.outer)):
-            for src, dst, nbytes in segments:
-                for inner in itertools.product(*(range(axis.count) for axis in grid.inner)):
-                    steps = list(zip((*outer, *inner), (*grid.outer, *grid.inner), strict=True))
-                    found.append(
-                        (
-                            src + sum(step * axis.src_stride for step, axis in steps),
-                            dst + sum(step * axis.dst_stride for step, axis in steps),
-                            nbytes,
-                        )
-                    )
+        groups = [segments[first : first + grid.parts] for first in range(0, len(segments), grid.parts)]
+        axes = (*grid.outer, *grid.middle, *grid.inner)
+        steps = [[range(axis.count) for axis in loops] for loops in (grid.outer, grid.middle, grid.inner)]
+        for outer, group, middle, segment, inner in itertools.product(
+            itertools.product(*steps[0]), groups, itertools.product(*steps[1]), range(grid.parts),
+            itertools.product(*steps[2])
+        ):  # fmt: skip
+            src, dst, nbytes = group[segment]
+            at = list(zip((*outer, *middle, *inner), axes, strict=True))
+            src += sum(step * axis.src_stride for step, axis in at)
+            dst += sum(step * axis.dst_stride for step, axis in at)
+            found.append((src, dst, nbytes))
     return found
 
 
@@ -79,10 +80,10 @@ def test_compressed_and_merged_runs_are_the_same_bytes_in_the_same_order(scene: 
     assume(scene.compatible)
     for move in moves_of(scene):
         merged, plan = plan_of(scene, move), plan_of(scene, move, merge=False)
-        assert expanded(plan) == tuples(plan.flat)
+        assert expanded(plan.runs) == tuples(plan.flat)
         assert len(plan.runs) == len(plan.flat)
         assert joined(tuples(merged.flat)) == joined(tuples(plan.flat))
-        if not any(grid.inner for grid in plan.runs.grids):
+        if not any(grid.looped for grid in plan.runs.grids):
             assert tuples(merged.flat) == joined(tuples(plan.flat)), "only loops may stand in the way of merging"
         assert merged.nbytes == plan.nbytes == merged.flat.total == plan.flat.total
         for side in ("source", "destination"):
@@ -90,6 +91,23 @@ def test_compressed_and_merged_runs_are_the_same_bytes_in_the_same_order(scene: 
             assert (one.offsets.tolist(), one.nbytes.tolist()) == (other.offsets.tolist(), other.nbytes.tolist())
             ends, starts = one.offsets[:-1] + one.nbytes[:-1], one.offsets[1:]
             assert (ends != starts).all(), "what touches must have been joined"
+        for each in (plan, merged):
+            check_shortcuts(each)
+
+
+def check_shortcuts(plan: TransferPlan) -> None:
+    """What is told or made without expanding all is what the list says."""
+    flat = plan.flat
+    assert plan.num_runs == len(flat) == len(plan.to_move)
+    assert plan.num_destination_ranges == len(flat.destination())
+    assert tuples(plan.to_move) == tuples(flat)
+    assert plan.to_move.total == flat.total
+    for ours, theirs in (
+        (plan.source(), flat.source()), (plan.destination(), flat.destination()),
+        (plan.to_move.source(), flat.source()), (plan.to_move.destination(), flat.destination()),
+    ):  # fmt: skip
+        assert ours.offsets.tolist() == theirs.offsets.tolist()
+        assert ours.nbytes.tolist() == theirs.nbytes.tolist()
 
 
 def joined(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -176,8 +194,26 @@ def run_sets(draw: st.DrawFn) -> RunSet:
         nbytes = np.full(count, draw(st.sampled_from([1, 1, 2, 3, 4, 8])), np.int64)
         if draw(st.integers(0, 3)) == 0:
             outer = tuple(draw(st.lists(axes, max_size=2)))
-        grids.append(RunGrid(src, dst, nbytes, outer, tuple(draw(st.lists(axes, max_size=2)))))
+        inner = tuple(draw(st.lists(axes, max_size=2)))
+        parts = draw(st.sampled_from([part for part in (1, 2, 3, 4) if count % part == 0]))
+        middle = tuple(draw(st.lists(axes, max_size=1))) if parts > 1 else ()
+        grids.append(RunGrid(src, dst, nbytes, outer, inner, parts, middle))
     return RunSet(tuple(grids))
+
+
+@settings(examples, max_examples=3 * examples.max_examples)
+@given(run_sets())
+def test_loops_and_lists_are_the_same(runs: RunSet) -> None:
+    """Loops of any kind, also ones that no layout makes: expanded, joined on either side, and judged as touching."""
+    flat = runs.flat
+    assert tuples(flat) == expanded(runs)
+    assert joined(tuples(runs.merged().flat)) == joined(tuples(flat))
+    for side, slices in (("src", flat.source()), ("dst", flat.destination())):
+        found = runs.ranges("src" if side == "src" else "dst")
+        assert (found.offsets.tolist(), found.nbytes.tolist()) == (slices.offsets.tolist(), slices.nbytes.tolist())
+        assert runs.num_ranges("src" if side == "src" else "dst") == len(slices)
+    if not runs.touching:
+        assert joined(tuples(flat)) == tuples(flat)
 
 
 def check_audit(runs: RunSet) -> bool:

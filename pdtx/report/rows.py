@@ -20,8 +20,11 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What became of one request. Sizes in bytes, times in seconds.
 
     num_runs: runs that the plans had, contiguous on both sides. gb_per_s: nbytes over move_s, in 10^9 bytes.
-    hidden: share of move_s behind the request's prefill, 0 to 1. wrong: elements that differ from the source's; None
-    where nobody looked.
+    hidden: share of move_s behind the request's prefill, 0 to 1. transport: the mover.
+    carried_by: what the payload went over, as found from the running connection: rdma, tcp, shm, inproc or other;
+    emulated: whether the mover's operations were carried out in software.
+    mode: pieces moved each way, as in "staged 30, direct 2", and mode_reason why.
+    wrong: elements that differ from the source's; None where nobody looked.
     """
 
     request_id: str
@@ -37,6 +40,10 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hidden: float = 0.0
     wrong: int | None = None
     transport: str = ""
+    carried_by: str = ""
+    emulated: bool = False
+    mode: str = ""
+    mode_reason: str = ""
     error: str | None = None
 
     @property
@@ -62,6 +69,7 @@ def render_rows(rows: Sequence[RequestRow], console: Console) -> None:
     for name in ("tokens", "bytes", "runs", "prepare", "post", "move", "GB/s", "hidden", "#wrong"):
         table.add_column(name, justify="right")
     table.add_column("via")
+    table.add_column("pieces")
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
@@ -84,8 +92,15 @@ def _cells(row: RequestRow) -> list[str]:
         f"{row.gb_per_s:.3f}" if moved else "-",
         f"{row.hidden:.0%}" if moved else "-",
         "unverified" if row.wrong is None else f"{row.wrong}",
-        row.transport,
+        _via(row),
+        row.mode,
     ]
+
+
+def _via(row: RequestRow) -> str:
+    """The mover, and what really carried the payload where that is something else."""
+    carried = f" over {row.carried_by}" if row.carried_by not in ("", row.transport) else ""
+    return f"{row.transport}{carried}{', emulated' if row.emulated else ''}"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -101,13 +116,18 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def read_rows(text: str) -> list[RequestRow]:
-    """Return the rows of a result document. Raises InputError if it is none."""
+class ResultDocument(msgspec.Struct):
+    """What of a node's result other commands read. path: what carried the payload; registered: by the node's mover."""
+
+    requests: list[RequestRow]
+    path: dict[str, Any] | None = None
+    registered_bytes: int = 0
+    registration_s: float = 0.0
+
+
+def read_result(text: str) -> ResultDocument:
+    """Return a result document. Raises InputError if it is none."""
     try:
-        return msgspec.json.decode(text, type=_Document).requests
+        return msgspec.json.decode(text, type=ResultDocument)
     except msgspec.MsgspecError as error:
         raise InputError(f"not a result of pdtx-prefill: {error}") from None
-
-
-class _Document(msgspec.Struct):
-    requests: list[RequestRow]

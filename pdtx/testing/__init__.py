@@ -5,7 +5,7 @@ check_mover(lambda: MyMover())
 """
 
 from pdtx.testing.codes import check_codes, code_rows, fill_codes
-from pdtx.testing.contract import CONTRACT, Subject, check_mover
+from pdtx.testing.contract import CONTRACT, FAULTS, Subject, check_faults, check_mover
 from pdtx.testing.pair import ContractViolation, MakeMover, MoverPair, require
 from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver, Placed
 from pdtx.testing.scene import BufferScene, Scene
@@ -13,6 +13,7 @@ from pdtx.testing.wrapped import WrappedConnection
 
 __all__ = [
     "CONTRACT",
+    "FAULTS",
     "BufferScene",
     "ContractViolation",
     "FaultyReceiver",
@@ -25,6 +26,7 @@ __all__ = [
     "Subject",
     "WrappedConnection",
     "check_codes",
+    "check_faults",
     "check_mover",
     "code_rows",
     "fill_codes",

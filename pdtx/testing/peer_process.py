@@ -18,6 +18,8 @@ from pdtx.errors import PdtxError
 from pdtx.testing.open_receiver import OpenReceiver, key_of, runs_of
 from pdtx.transports import Connection, Mover, Region, TransferHandle, make_mover
 
+Option = bool | int | float | str | None
+
 _WINDOW = 4
 _PATIENCE_S = 60.0
 
@@ -27,16 +29,18 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
 
     mover, options: for make_mover(). address: to listen at, or to connect to. token: of every session.
     session_id: a producer's. nbytes: of its memory, all of which is filled with the byte fill.
+    shared: see pdtx.cache.memory.allocate.
     """
 
     mover: str
-    options: dict[str, bool | int | float | str | None]
+    options: dict[str, Option]
     producer: bool
     address: str
     token: bytes
     nbytes: int
     fill: int
     session_id: str = "peer"
+    shared: bool = False
 
 
 def _work(connection: Connection, region: Region, ready: threading.Event) -> None:
@@ -80,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     mover = make_mover(job.mover, **job.options)
-    region = Region(allocate(job.nbytes, torch.device("cpu")).fill_(job.fill))
+    region = Region(allocate(job.nbytes, torch.device("cpu"), shared=job.shared).fill_(job.fill))
     sys.stdout.write(_begin(mover, job, region) + "\n")
     sys.stdout.flush()
     sys.stdin.buffer.read()

@@ -11,7 +11,7 @@ _GROUP = "pdtx.movers"
 # Imported when asked for: a run with one mover need not load the others' libraries.
 _BUILT_IN = {
     "inproc": "pdtx.transports.inproc:InprocMover",
-    "nixl": "pdtx.transports.nixl_mover:NixlMover",
+    "nixl": "pdtx.transports.nixl.mover:NixlMover",
     "shm": "pdtx.transports.shm.mover:ShmMover",
     "tcp": "pdtx.transports.tcp:TcpMover",
     "ucx": "pdtx.transports.ucx.mover:UcxMover",
@@ -28,9 +28,9 @@ def make_mover(name: str, **options: object) -> Mover:
 
     Raises InputError for an unknown name, an option the mover does not have, or a package that is not there.
     """
-    mover_class = _mover_class(name)
+    cls = mover_class(name)
     try:
-        mover = mover_class(**options)
+        mover = cls(**options)
     except TypeError as error:
         raise InputError(f"the options of mover {name!r}: {error}") from None
     if not isinstance(mover, Mover):
@@ -38,7 +38,8 @@ def make_mover(name: str, **options: object) -> Mover:
     return mover
 
 
-def _mover_class(name: str) -> type[Mover]:
+def mover_class(name: str) -> type[Mover]:
+    """Return the class of a mover. Raises InputError as make_mover does."""
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         built_in: type[Mover] = getattr(import_module(module), attribute)

@@ -64,7 +64,7 @@ class TcpMover(Mover):
         with self._lock:
             self._check_open()
             sock, bound = bind_tcp(address, buffer_bytes=self._buffer_bytes, advertise_host=self._advertise_host)
-            make = lambda wire: Inbound(wire, receiver, self._options, self._stage_of)  # noqa: E731
+            make = lambda wire: Inbound(wire, receiver, self._options, self._stage_of, self._watch)  # noqa: E731
             self._listeners.append(Listener(sock, bound, self.name, make))
         return bound
 

@@ -2,26 +2,25 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdtx.errors import (
-    DeadlineExceeded,
     PdtxError,
     ProtocolError,
     TransferAborted,
     TransferError,
     TransferRefused,
 )
-from pdtx.transports.base import MAX_NOTICE_BYTES, Placement, Receiver, Region, TransferKey
+from pdtx.transports.base import MAX_NOTICE_BYTES, Placement, Receiver, Region, TransferHandle, TransferKey
 from pdtx.transports.bounce import Stage
 from pdtx.transports.handshake import admit_producer
 from pdtx.transports.iovec import check_placement
 from pdtx.transports.listener import HANDSHAKE_S
+from pdtx.transports.outbox import DeadlineWatch
 from pdtx.transports.tcp_frames import DIALECT, HEADER_BYTES, Header, Kind, Status, pack_ack
 from pdtx.transports.tcp_payload import receive_payload, send_payload
-from pdtx.transports.wire import FOREVER, Wire
+from pdtx.transports.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -34,27 +33,24 @@ class ConsumerOptions:
     max_payload_bytes: int
 
 
-@dataclass(frozen=True)
-class _Offered:
-    """A get whose payload has been sent, and of which nothing has been heard since."""
-
-    sequence: int
-    header: Header
-    deadline: float
-
-
 class Inbound:
     """One accepted connection. Owns wire."""
 
     def __init__(
-        self, wire: Wire, receiver: Receiver, options: ConsumerOptions, stage_of: Callable[[Region, bool], Stage]
+        self,
+        wire: Wire,
+        receiver: Receiver,
+        options: ConsumerOptions,
+        stage_of: Callable[[Region, bool], Stage],
+        watch: DeadlineWatch,
     ) -> None:
-        self._wire, self._receiver, self._options, self._stage_of = wire, receiver, options, stage_of
+        self._wire, self._receiver, self._options = wire, receiver, options
+        self._stage_of, self._watch = stage_of, watch
         self._stopped: str | None = None
         self._moved = 0
         self._proven = False
         self._session_id = ""
-        self._offered = deque[_Offered]()
+        self._offered = dict[int, TransferHandle]()  # gets whose payload has been sent, by sequence, until we hear
 
     @property
     def unproven(self) -> bool:
@@ -84,9 +80,8 @@ class Inbound:
             finally:
                 # First for the peer, at once: the receiver may take its time.
                 self._wire.shutdown()
-                for offered in self._offered:
-                    doubt = TransferError(f"{offered.header.key} may not have arrived: {self._stopped or reason}")
-                    self._tell(self._receiver.offered, offered.header.key, offered.header.nbytes, doubt)
+                for handle in list(self._offered.values()):
+                    handle.finish(TransferError(f"{handle.key} may not have arrived: {self._stopped or reason}"))
                 self._receiver.closed(self._session_id, self._stopped or reason)
 
     def _serve_all(self) -> None:
@@ -106,14 +101,7 @@ class Inbound:
             self._acknowledge(header, status, text)
 
     def _next_header(self) -> Header:
-        """Wait for the next header; offers whose deadline comes meanwhile are withdrawn."""
-        while not self._wire.wait_for_data(min((offered.deadline for offered in self._offered), default=FOREVER)):
-            now = time.monotonic()
-            for offered in [offered for offered in self._offered if offered.deadline <= now]:
-                self._offered.remove(offered)
-                key = offered.header.key
-                late = DeadlineExceeded(f"the word that {key} has arrived", self._wire.peer, self._options.stall_s)
-                self._tell(self._receiver.offered, key, offered.header.nbytes, late)
+        self._wire.wait_for_data()
         rest = time.monotonic() + self._options.stall_s
         header = Header.unpack(self._wire.receive(HEADER_BYTES, "the rest of a request's header", rest))
         limit = MAX_NOTICE_BYTES if header.kind is Kind.NOTICE else self._options.max_payload_bytes
@@ -238,14 +226,20 @@ class Inbound:
             reason = self._failure(header, error)
             self._tell(self._receiver.offered, header.key, self._moved, reason)
             raise reason from error
-        self._offered.append(_Offered(header.sequence, header, deadline))
+        handle = TransferHandle(header.key, header.nbytes, self._wire.peer, deadline)
+        handle.post()
+        handle.mark_sent()
+        self._offered[header.sequence] = handle
+        handle.on_end(self._tell_offered)
+        self._watch.add(handle)
+
+    def _tell_offered(self, handle: TransferHandle) -> None:
+        self._tell(self._receiver.offered, handle.key, handle.nbytes, handle.error)
 
     def _confirmed(self, header: Header) -> None:
-        """Tell the receiver what became of a get's payload, unless it has been told before."""
-        offered = next((offered for offered in self._offered if offered.sequence == header.sequence), None)
-        if offered is None:
-            return
-        self._offered.remove(offered)
-        dropped = TransferAborted(f"{self._wire.peer} gave {offered.header.key} up before it had arrived")
-        error = None if header.kind is Kind.TAKEN else dropped
-        self._tell(self._receiver.offered, offered.header.key, offered.header.nbytes, error)
+        """End a get whose payload has been sent, unless its deadline has."""
+        handle = self._offered.pop(header.sequence, None)
+        if handle is None:
+            raise ProtocolError(f"{self._wire.peer} confirmed request {header.sequence}, which it did not get")
+        dropped = TransferAborted(f"{handle.peer} gave {handle.key} up before it had arrived")
+        handle.finish(None if header.kind is Kind.TAKEN else dropped)

@@ -8,6 +8,7 @@ from pdtx.testing.contract.ends import (
     check_done_means_arrived,
     check_times_are_ordered,
 )
+from pdtx.testing.contract.faults import FAULTS
 from pdtx.testing.contract.gets import (
     check_close_with_gets_pending,
     check_consumer_closes_under_gets,
@@ -121,7 +122,7 @@ CONTRACT: tuple[Check, ...] = (
 
 
 def check_mover(make_mover: MakeMover, listen_at: str = LISTEN_AT) -> None:
-    """Hold a mover to the whole contract; make_mover is called for every node of every check.
+    """Hold a mover to the whole contract within this process; make_mover is called for every node of every check.
 
     Raises ContractViolation, saying which check failed and how.
     """
@@ -129,10 +130,21 @@ def check_mover(make_mover: MakeMover, listen_at: str = LISTEN_AT) -> None:
         check(Subject(make_mover, listen_at))
 
 
+def check_faults(name: str, listen_at: str = LISTEN_AT, **options: object) -> None:
+    """Hold a mover that make_mover() knows to what must happen when its peer is killed or stopped.
+
+    Raises ContractViolation, as check_mover does.
+    """
+    for check in FAULTS:
+        check(Subject.named(name, listen_at, **options))
+
+
 __all__ = [
     "CONTRACT",
+    "FAULTS",
     "Check",
     "Subject",
+    "check_faults",
     "check_mover",
     "require_works",
     "soon",

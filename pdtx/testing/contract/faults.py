@@ -13,7 +13,7 @@ from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost
 from pdtx.testing.contract.subject import Subject, soon
 from pdtx.testing.open_receiver import HELD, STRAIGHT, OpenReceiver, key_of, runs_of
 from pdtx.testing.pair import require, require_error
-from pdtx.testing.peer_process import Job
+from pdtx.testing.peer_process import Job, Option
 from pdtx.testing.peers import PeerProcess
 from pdtx.transports import Connection, Mover, Region, TransferHandle, TransferState
 
@@ -26,12 +26,13 @@ _TOKEN = secrets.token_bytes(32)
 _HERE, _THERE = 0x11, 0x22
 
 
-def _memory(fill: int = _HERE) -> Region:
-    return Region(allocate(NBYTES, torch.device("cpu")).fill_(fill))
+def _memory(fill: int = _HERE, *, shared: bool = False) -> Region:
+    return Region(allocate(NBYTES, torch.device("cpu"), shared=shared).fill_(fill))
 
 
 def _job(subject: Subject, address: str, producer: bool) -> Job:
-    return Job(subject.name or "", dict(subject.options), producer, address, _TOKEN, NBYTES, _THERE)  # type: ignore[arg-type]
+    options: dict[str, Option] = dict(subject.options)  # type: ignore[arg-type]
+    return Job(subject.name or "", options, producer, address, _TOKEN, NBYTES, _THERE, shared=subject.shared)
 
 
 def _consumer(subject: Subject, address: str | None = None) -> PeerProcess:
@@ -165,7 +166,7 @@ def check_stopped_consumer(subject: Subject) -> None:
 def _served(subject: Subject, grant_s: float) -> Iterator[tuple[OpenReceiver, Region, str, PeerProcess]]:
     """A consumer here, and a producer in a process of its own that keeps it busy."""
     with _made(subject) as mover:
-        region = _memory()
+        region = _memory(shared=subject.shared)
         receiver = OpenReceiver(region, _TOKEN, grant_s)
         address = mover.listen(subject.listen_at, receiver)
         with PeerProcess(_job(subject, address, producer=True)) as peer:

@@ -10,30 +10,25 @@ from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver
 from pdtx.testing.scene import BufferScene, Scene
 from pdtx.transports import Connection, Placement, TransferHandle, make_mover
 
-_WITHIN_ONE_PROCESS = ("inproc",)
-
 
 @dataclass(frozen=True)
 class Subject:
     """The mover under test: how to make one, and an address at which it can listen.
 
     name, options: what make_mover() takes for the same mover, for checks that need one in a process of its own.
+    shared: such checks use memory that other processes of this host can be let map.
     """
 
     make: MakeMover
     listen_at: str = LISTEN_AT
     name: str | None = None
     options: dict[str, object] = field(default_factory=dict)
+    shared: bool = False
 
     @classmethod
     def named(cls, name: str, listen_at: str = LISTEN_AT, **options: object) -> "Subject":
         """Return a mover that make_mover() knows."""
         return cls(lambda: make_mover(name, **options), listen_at, name, options)
-
-    @property
-    def crosses_processes(self) -> bool:
-        """Whether the checks of dying and stopping processes can be made."""
-        return self.name is not None and self.name not in _WITHIN_ONE_PROCESS
 
     def pair(self) -> MoverPair:
         """Return a fresh pair."""
@@ -92,9 +87,12 @@ def get(connection: Connection, scene: BufferScene, plan: TransferPlan, seconds:
 
 
 def require_works(pair: MoverPair, connection: Connection, session_id: str = "session") -> None:
-    """Put a whole request of its own, get another one, tell something, and check that all has come."""
-    scenes = Scene(seed=99), Scene(seed=98)
-    start(pair, connection, scenes[0], scenes[0].plan(), session_id).wait()
-    start_get(pair, connection, scenes[1], scenes[1].plan(), session_id).wait()
-    for scene in scenes:
+    """Put a whole request of its own, get another one, and check that all has come and was heard of."""
+    put, got = Scene(seed=99), Scene(seed=98)
+    grants, heard = pair.grants, len(pair.grants.given)
+    start(pair, connection, put, put.plan(), session_id).wait()
+    start_get(pair, connection, got, got.plan(), session_id).wait()
+    for scene in (put, got):
         scene.require_exact()
+    key = got.key(got.plan())
+    grants.wait_for(lambda: key in (placed.key for placed in grants.given[heard:]), f"offered() for {key}")

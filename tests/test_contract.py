@@ -11,19 +11,13 @@ from pdtx.testing import CONTRACT, BufferScene, ContractViolation, Subject, chec
 from pdtx.testing.contract import start
 from pdtx.transports import Mover, make_mover
 from tests.broken_movers import DropsTheLastRun, ReportsDoneTooEarly, SwapsTwoRuns, WritesOutside
-
-SUBJECTS = {
-    "inproc": Subject(lambda: make_mover("inproc")),
-    "tcp": Subject(lambda: make_mover("tcp")),
-    "tcp-v6": Subject(lambda: make_mover("tcp"), "[::1]:0"),
-    "tcp-bounce": Subject(lambda: make_mover("tcp", bounce=True, bounce_bytes=20_000)),
-}
+from tests.contract_subjects import SUBJECTS, usable
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS.keys())
-def test_contract(subject: Subject, check: Callable[[Subject], None]) -> None:
-    check(subject)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_contract(name: str, check: Callable[[Subject], None]) -> None:
+    check(usable(name))
 
 
 def states(layout: str) -> PagedStateCache:
@@ -50,13 +44,13 @@ def parted(layout: str) -> PagedKVCache:
     ],
     ids=["states", "latent", "parted"],
 )
-@pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS.keys())
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_every_kind_of_buffer_is_moved(
-    subject: Subject, source: PagedBuffer, destination: PagedBuffer, positions: int
+    name: str, source: PagedBuffer, destination: PagedBuffer, positions: int
 ) -> None:
     for buffer in (source, destination):
         buffer.poison()
-    with subject.pair() as pair:
+    with usable(name).pair() as pair:
         scene = BufferScene(source, destination, positions, seed=7)
         start(pair, pair.connect(), scene, scene.plan(range(1, 3))).wait()
         scene.require_exact()

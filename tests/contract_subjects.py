@@ -1,0 +1,36 @@
+"""The movers that are held to the contract. One more is one line here."""
+
+from dataclasses import replace
+
+import pytest
+
+from pdtx.errors import InputError, PdtxError
+from pdtx.testing import GrantingReceiver, Subject
+
+SUBJECTS = {
+    "inproc": Subject.named("inproc"),
+    "tcp": Subject.named("tcp"),
+    "tcp-v6": Subject.named("tcp", "[::1]:0"),
+    "tcp-bounce": Subject.named("tcp", bounce=True, bounce_bytes=20_000),
+    "shm": Subject.named("shm"),
+    "shm-mapped": replace(Subject.named("shm"), shared=True),
+}
+
+
+FAULT_SUBJECTS = ("tcp", "tcp-bounce", "shm", "shm-mapped")
+
+
+def usable(name: str) -> Subject:
+    """Return a subject, or skip the test with the reason why there is none."""
+    subject = SUBJECTS[name]
+    try:
+        mover = subject.make()
+    except InputError as error:
+        pytest.skip(f"{name}: {error}")
+    try:
+        mover.listen(subject.listen_at, GrantingReceiver())
+    except (PdtxError, OSError) as error:
+        pytest.skip(f"{name} cannot listen at {subject.listen_at}: {error}")
+    finally:
+        mover.close()
+    return subject

@@ -1,0 +1,160 @@
+"""A process with the listening side of a UCX link, and what a test needs to talk to it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdtx.plan import Runs
+from pdtx.transports.base import Region
+from pdtx.transports.onesided.fabric import Link, Progress, Shared
+from pdtx.transports.ucx.fabric import UcxFabric
+from pdtx.transports.ucx.link import Remote
+
+REPOSITORY = Path(__file__).parent.parent
+TICK_S = 0.5
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    """Bytes that differ from their neighbours."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
+
+
+class Peer:
+    """The other process, as the test sees it. pipe carries commands; the link beside it carries bytes."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
+        self.process, self.pipe = process, pipe
+
+    def greet(self, greeting: bytes) -> bytes:
+        self.pipe.send(greeting)
+        return self.answer()  # type: ignore[no-any-return]
+
+    def answer(self) -> Any:  # noqa: ANN401
+        assert self.pipe.poll(30), "the peer does not answer"
+        return self.pipe.recv()
+
+    def share(self, nbytes: int, seed: int) -> Shared:
+        """Have the peer make and share a region with pattern(nbytes, seed)."""
+        self.pipe.send(("share", nbytes, seed))
+        return Shared(self.answer())
+
+    def ask(self, command: str) -> Any:  # noqa: ANN401
+        self.pipe.send((command,))
+        return self.answer()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def peer_process(**options: object) -> Iterator[Peer]:
+    """Run serve() in a process of its own."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "tests.ucx_peer", str(theirs.fileno()), repr(options)]
+        process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
+        theirs.close()
+        with Connection(os.dup(ours.fileno())) as pipe:
+            try:
+                yield Peer(process, pipe)
+            finally:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def joined(fabric: UcxFabric, deadline_s: float = 20.0, **options: object) -> Iterator[tuple[Peer, Link[Remote]]]:
+    """A link of fabric to a new process."""
+    with peer_process(**options) as peer:
+        link = fabric.link(peer.pipe.fileno())
+        try:
+            link.join(peer.greet(link.greeting()), time.monotonic() + deadline_s)
+            yield peer, link
+        finally:
+            link.close()
+
+
+@contextmanager
+def ucx_fabric(**options: Any) -> Iterator[UcxFabric]:  # noqa: ANN401
+    fabric = UcxFabric(**options)
+    try:
+        yield fabric
+    finally:
+        fabric.close()
+
+
+class Moved:
+    """A Progress that counts, and says stop after a number of bytes."""
+
+    def __init__(self, stop_after: float = float("inf")) -> None:
+        self.nbytes = 0
+        self.progress = Progress(self._moved, lambda: self.nbytes >= stop_after, b"")
+
+    def _moved(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+
+def scattered(count: int, nbytes: int, seed: int = 0) -> tuple[Runs, int]:
+    """Runs of nbytes each in random order on both sides, and the size of the regions that hold them."""
+    rng = np.random.default_rng(seed)
+    slots = 2 * count
+    src, dst = (rng.permutation(slots)[:count].astype(np.int64) * nbytes for _ in range(2))
+    return Runs(src, dst, np.full(count, nbytes, np.int64)), slots * nbytes
+
+
+def copied(source: torch.Tensor, target: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """What target is once the runs have been copied: the oracle, run by run."""
+    result = target.clone()
+    for src, dst, nbytes in zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True):
+        result[dst : dst + nbytes] = source[src : src + nbytes]
+    return result
+
+
+def serve(pipe: Connection, options: dict[str, Any]) -> None:
+    """Accept one link and do what the pipe says."""
+    fabric = UcxFabric(**options)
+    link = fabric.link(pipe.fileno())
+    greeting = pipe.recv()
+    pipe.send(link.greeting())
+    link.join(greeting, time.monotonic() + 20)
+    region: Region | None = None
+    while True:
+        if not link.wait_readable(pipe.fileno(), TICK_S):
+            continue
+        try:
+            command, *arguments = pipe.recv()
+        except EOFError:
+            break
+        if command == "share":
+            region = Region(pattern(*arguments))
+            pipe.send(link.share(region).key)
+        elif command == "bytes":
+            assert region is not None
+            pipe.send(region.memory.numpy().tobytes())
+        elif command == "revoke":
+            pipe.send(link.revoke())
+        elif command == "cpu":
+            pipe.send(time.process_time())
+    link.close()
+    fabric.close()
+
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[1])) as ours:
+        serve(ours, eval(sys.argv[2]))
