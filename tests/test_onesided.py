@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -116,6 +116,34 @@ def test_the_memory_stays_granted_while_a_late_transfer_may_still_write(monkeypa
         assert heard >= stopped[0]
         assert pair.grants.heard[0].error is not None
         scene.require_exact()
+
+
+def test_a_source_that_may_have_changed_while_it_was_pulled_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer's deadline passes, or it closes, in the middle of the read: what was read counts for nothing."""
+    for closes in (False, True):
+        with MoverPair(PullingMover) as pair:
+            connection = pair.connect()
+            scene = Scene()
+            plan = scene.plan()
+            inner = MemoryLink.read
+
+            def slow_read(self: MemoryLink, *arguments: object, inner: Callable[..., None] = inner) -> None:
+                inner(self, *arguments)
+                time.sleep(0.5)  # an engine that looks at the clock seldom
+
+            monkeypatch.setattr(MemoryLink, "read", slow_read)
+            pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+            limit = time.monotonic() + (10 if closes else 0.25)
+            handle = connection.put(scene.key(plan), scene.src.region, plan.flat, limit)
+            if closes:
+                time.sleep(0.25)
+                connection.close()
+            with pytest.raises(TransferError):
+                handle.wait()
+            heard = pair.grants.heard
+            pair.grants.wait_for(heard.__len__, "the end of the transfer")  # type: ignore[arg-type]
+            assert heard[0].error is not None
+            monkeypatch.setattr(MemoryLink, "read", inner)
 
 
 def test_a_lost_producers_transfer_ends_only_after_the_link_is_closed() -> None:

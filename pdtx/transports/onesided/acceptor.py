@@ -210,7 +210,7 @@ class Serving:
 
         try:
             if self._pulls and not transfer.is_get:
-                self._pull(transfer, Progress(count, lambda: False, b""))
+                self._pull(transfer, Progress(count, self._stream.wire.hung_up, b""), time.monotonic() + end.left_s)
             elif not transfer.is_get:
                 self._link.confirm(Progress.tag_of(end.sequence), transfer.placement.deadline)
         except PdtxError as error:
@@ -218,13 +218,19 @@ class Serving:
             return Done(end.sequence, moved, short(error))
         return Done(end.sequence, end.nbytes, self._close(end.sequence, end.nbytes, None))
 
-    def _pull(self, transfer: _Open, progress: Progress) -> None:
+    def _pull(self, transfer: _Open, progress: Progress, source_good_until: float) -> None:
         placement = transfer.placement
         remote, _ = self._opened.region(transfer.region)
         if transfer.slices is None:
             raise ProtocolError(f"{transfer.key} has no source")
-        runs = pair_slices(transfer.slices, placement.slices)
-        self._link.read(remote, placement.region, runs, placement.deadline, progress)
+        begun, runs = time.monotonic(), pair_slices(transfer.slices, placement.slices)
+        deadline = min(placement.deadline, source_good_until)
+        self._link.read(remote, placement.region, runs, deadline, progress)
+        # Who has given the transfer up may have changed the source while it was read.
+        if progress.stopped:
+            raise TransferAborted(f"{transfer.key}: the producer has gone")
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the payload of {transfer.key}", self._peer, round(source_good_until - begun, 3))
 
     def _close(self, sequence: int, nbytes: int, error: PdtxError | None) -> str | None:
         """Take a transfer off the book and tell the receiver; return what went wrong in it."""

@@ -80,11 +80,15 @@ class Refused(_Message, tag=5, frozen=True):
 
 
 class End(_Message, tag=6, frozen=True):
-    """The initiator has moved nbytes, or has given up because of error: it will not touch the memory any more."""
+    """The initiator has moved nbytes, or has given up because of error: it will not touch the memory any more.
+
+    left_s: seconds that the acceptor has to pull the bytes, after which the source may change.
+    """
 
     sequence: int
     nbytes: int
     error: str | None = None
+    left_s: float = 0.0
 
 
 class Done(_Message, tag=7, frozen=True):

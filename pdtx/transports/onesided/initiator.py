@@ -115,7 +115,6 @@ class OneSidedConnection(Connection):
         forget: Callable[["OneSidedConnection"], None],
     ) -> None:
         self._stream, self._link, self._pulls, self._forget = stream, link, pulls, forget
-        self._path = link.path
         self._peer = stream.wire.peer
         self._outbox = Outbox[_Job](watch)
         self._book = _Book()
@@ -133,7 +132,7 @@ class OneSidedConnection(Connection):
     @property
     def path(self) -> Path:
         """See Connection."""
-        return self._path
+        return self._link.path
 
     @property
     def stages(self) -> bool:
@@ -310,7 +309,7 @@ class OneSidedConnection(Connection):
             self._send(End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
             raise
         handle.mark_sent()
-        self._send(End(asked.sequence, handle.nbytes))
+        self._send(End(asked.sequence, handle.nbytes, left_s=max(0.0, handle.deadline - time.monotonic())))
 
     def _carry_out(self, asked: _Asked, go: Go, region: Region) -> None:
         """Move a transfer's bytes. Raises what ends the connection."""

@@ -69,6 +69,7 @@ class OneSidedMover(Mover):
         try:
             try:
                 join(link, stream, deadline)
+                _ = link.path  # some engines connect only now: not under the lock
             except PeerLost as error:
                 raise PeerUnreachable(f"{error} while the {self.name} engines were joined") from None
             with self._lock:
