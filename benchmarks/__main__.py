@@ -38,7 +38,12 @@ logger = logging.getLogger("benchmarks")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.write_costs is not None and options.only and "modes" not in options.only:
+        parser.error("--write-costs writes what modes measures, which --only leaves out")
+    if options.write_costs == "" and options.quick:
+        parser.error("--quick measures no costs that anyone should go by: give --write-costs a FILE to look at them")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     rounds = options.rounds or (_QUICK_ROUNDS if options.quick else ROUNDS)
     if options.quick:

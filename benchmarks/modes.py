@@ -65,7 +65,7 @@ class _Packing(Peer):
 
 
 def modes(settings: Settings) -> list[Row]:
-    """One row for each mover that can stage: what auto picks by the costs, against the other way."""
+    """One row for each mover: what auto picks by the costs, against the other way; where there is one."""
     found, rows = list[MeasuredCosts](), list[Row]()
     for mover in MOVERS:
         few = replace(settings.case(replace(LLAMA_CASE, blocks=_BLOCKS)), ids="contiguous")
@@ -110,6 +110,9 @@ def _picked(mover: str, many: Load, costs: Costs | None, got: Mapping[str, Measu
     size = format_bytes(many.nbytes // many.runs)
     if costs is None:
         return compare(f"{mover} runs of {size}, picked : other", got["many"], got["staged"])
+    if Mode.STAGED not in got["staged"].detail:
+        row = compare(f"{mover} runs of {size} : few long runs", got["many"], got["few"])
+        return replace(row, detail=f"never staged; {_said(costs)}; {row.detail}")
     choice = choose_mode(many.runs, many.nbytes, costs=costs, num_ranges=many.ranges)
     ways = got["many"], got["staged"]
     picked, other = ways if choice.mode is Mode.DIRECT else ways[::-1]

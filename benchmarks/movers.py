@@ -19,7 +19,10 @@ _KERNEL_COPIES = (
     "the kernel copies every byte into and out of socket buffers, on one core of either side; "
     "a socket in bulk does the same with fewer and larger pieces"
 )
-_MEMORY = "memory: one core's copy of runs, read and written once"
+_MEMORY = (
+    "memory: one core's copy of runs, in pages of 4 KiB unless shmem_enabled gives shared memory huge ones, "
+    "as the yardsticks' memory has"
+)
 _UCX_TCP = "UCX's tcp transport: a header and a system call for every few of the runs"
 _CMA = "process_vm_writev of UCX: the kernel looks up the pages of every run"
 _HOT_BUFFER = 64 << 20

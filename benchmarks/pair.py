@@ -93,14 +93,18 @@ class MoverPair(Peer):
         self._case, self.nbytes = case, case.nbytes
         self._do_both("lay", case)
         self._do("source", "fill")
-        costs = self._costs or load_costs().of(self._mover, "cpu")[0]
+        table = load_costs()
+        costs = self._costs or table.of(self._mover, "cpu")[0]
         self._staged = self._do(self._connects, "choose", self._mode, costs)
-        self.detail = self._description()
+        measured = self._costs is not None or (self._mover, "cpu") in table.measured
+        self.detail = self._description("measured" if measured else "default")
 
-    def _description(self) -> str:
-        """Say what carries the payload, what was picked, and what was set."""
+    def _description(self, costs: str) -> str:
+        """Say what carries the payload, what was picked and by which costs, and what was set."""
         count = Counter("staged" if staged else "direct" for staged in self._staged)
         picked = ", ".join(f"{mode} {number}" for mode, number in sorted(count.items()))
+        if self._mode is Mode.AUTO:
+            picked = f"{picked} by {costs} costs"
         settings = {**self._options.options, **self._environment}
         return ", ".join([self._path, picked, *(f"{name}={value}" for name, value in settings.items())])
 

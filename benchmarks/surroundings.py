@@ -12,6 +12,7 @@ _PACKAGES = ("nixl", "ucxx-cu12", "libucx-cu12", "mooncake-transfer-engine-non-c
 _SETTINGS = re.compile(r"(UCX|NIXL|MC|PDTX|OMP)_")
 _KERNEL = {
     "transparent_hugepage": "/sys/kernel/mm/transparent_hugepage/enabled",
+    "transparent_hugepage_shmem": "/sys/kernel/mm/transparent_hugepage/shmem_enabled",
     "tcp_congestion_control": "/proc/sys/net/ipv4/tcp_congestion_control",
     "tcp_rmem": "/proc/sys/net/ipv4/tcp_rmem",
     "tcp_wmem": "/proc/sys/net/ipv4/tcp_wmem",

@@ -30,9 +30,9 @@ _SEEDS: dict[Side, int] = {"source": 1, "destination": 2}
 _WORD = 8
 _CODE = 0x9E3779B97F4A7C15 - (1 << 64)
 """An odd number: its products with all numbers below 2^64 differ, and look random in every byte."""
-_CHUNK_BLOCKS = 256
-"""Blocks looked at at once, of one layer: 8 MiB of keys."""
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_BLOCKS = 32
+"""Blocks looked at at once, of one layer: 1 MiB of keys, which stays in the processor's cache."""
+_CHUNK_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ class Contents:
         """Count the 2-byte elements outside the request that are not poison. The request's are poisoned by this."""
         for view in self._views:
             view[self._ids] = POISON
-        poison = torch.tensor(POISON, dtype=torch.int16)
-        elements = self._memory.view(torch.int16)
-        return sum(
-            _differing(elements[first : first + _CHUNK_ELEMENTS], poison)
-            for first in range(0, len(elements), _CHUNK_ELEMENTS)
-        )
+        poison = torch.full((_CHUNK_ELEMENTS,), POISON, dtype=torch.int16)
+        elements, found = self._memory.view(torch.int16), 0
+        for first in range(0, len(elements), _CHUNK_ELEMENTS):
+            part = elements[first : first + _CHUNK_ELEMENTS]
+            found += _differing(part, poison[: len(part)])
+        return found
 
 
 def _differing(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found != expected).sum())
+    return 0 if torch.equal(found, expected) else int((found != expected).sum())

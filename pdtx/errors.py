@@ -16,6 +16,7 @@ PdtxError                        exit code 1
 │   └── IncompatiblePeer         the handshake found a field that differs
 ├── PeerError
 │   ├── PeerUnreachable          nobody answers at the address
+│   │   └── PeerSilent           somebody is there and says nothing
 │   ├── PeerLost                 the peer was there and is gone
 │   ├── AddressInUse             the port to listen on is taken
 │   └── AuthenticationFailed     keys or tokens do not match
@@ -121,6 +122,10 @@ class PeerError(PdtxError):
 
 class PeerUnreachable(PeerError):
     """Nobody answers at the address."""
+
+
+class PeerSilent(PeerUnreachable):
+    """Somebody takes the connection and says nothing: it may be busy, or stopped."""
 
 
 class PeerLost(PeerError):

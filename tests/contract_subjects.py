@@ -11,13 +11,17 @@ SUBJECTS = {
     "inproc": Subject.named("inproc"),
     "tcp": Subject.named("tcp"),
     "tcp-v6": Subject.named("tcp", "[::1]:0"),
+    "tcp-2": Subject.named("tcp", streams=2, part_bytes=100),
+    "tcp-5-bounce": Subject.named("tcp", streams=5, part_bytes=4096, bounce=True, bounce_bytes=20_000),
     "tcp-bounce": Subject.named("tcp", bounce=True, bounce_bytes=20_000),
     "shm": Subject.named("shm"),
     "shm-mapped": replace(Subject.named("shm"), shared=True),
+    "nixl": Subject.named("nixl"),
+    "nixl-tcp": Subject.named("nixl", tls="tcp", num_threads=1),
 }
 
 
-FAULT_SUBJECTS = ("tcp", "tcp-bounce", "shm", "shm-mapped")
+FAULT_SUBJECTS = ("tcp", "tcp-2", "tcp-bounce", "shm", "shm-mapped", "nixl-tcp")
 
 
 def usable(name: str) -> Subject:

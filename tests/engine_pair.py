@@ -112,6 +112,7 @@ class Pair:
         plan_layout: Layout | None = None,
         max_deadline_s: float = 600.0,
         wrap: Callable[[Mover], Mover] = lambda mover: mover,
+        wrap_consumers: Callable[[Mover], Mover] = lambda mover: mover,
     ) -> None:
         self.sources = caches_of(source or make_cache())
         self.destinations = caches_of(destination or make_cache("flashinfer_hnd", 32))
@@ -120,7 +121,7 @@ class Pair:
         self.consumer = KVConsumer(
             self.destinations,
             describe(self.destinations),
-            make_mover(mover),
+            wrap_consumers(make_mover(mover)),
             verify=True,
             max_deadline_s=max_deadline_s,
             plan_layout=plan_layout,

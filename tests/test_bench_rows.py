@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -208,6 +209,8 @@ class TestCommand:
     def rows(self, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
         """What the only benchmark there is returns."""
         rows = list[Row]()
+        # Somebody may be measuring, and nothing is measured here.
+        monkeypatch.setattr(command, "machine_to_ourselves", nullcontext)
         monkeypatch.setattr(command, "BENCHMARKS", {"one": lambda _: rows})
         return rows
 
@@ -225,6 +228,13 @@ class TestCommand:
         rows.append(row)
         for option, expected in status.items():
             assert command.main([option] if option else []) == expected, option
+
+    @pytest.mark.parametrize("options", ["--quick --write-costs", "--write-costs --only one"])
+    def test_costs_that_mean_nothing_are_not_written(self, rows: list[Row], options: str) -> None:
+        assert not rows
+        with pytest.raises(SystemExit) as ended:
+            command.main(options.split())
+        assert ended.value.code == 2
 
     def test_the_result_file_has_surroundings_and_rows(self, rows: list[Row], tmp_path: os.PathLike[str]) -> None:
         rows.append(Row(name="n", unit="u", ours=[1.0], reference=[1.0]))

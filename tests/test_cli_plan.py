@@ -1,6 +1,7 @@
 """`pdtx plan`: predictions without a network."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from pdtx.cli import app
 from pdtx.errors import PdtxError
+from pdtx.plan import MeasuredCosts, save_costs
 
 
 def run(*arguments: str) -> str:
@@ -52,7 +54,19 @@ def test_drafts_full_hits_and_unread_ranks_are_said() -> None:
 
 def test_mode() -> None:
     assert record("llama-3-8b", "--mode", "direct", "--decode-layout", "flash_attn_hnd")["mode"] == "direct"
-    assert record("llama-3-8b", "--decode-layout", "flash_attn_hnd")["mode"] == "staged"
+    found = record("llama-3-8b", "--decode-layout", "flash_attn_hnd")
+    assert (found["mode"], found["destination_ranges"]) == ("staged", 32 * 2 * (62 + 8))
+    assert found["mode_reason"].endswith("by default costs of tcp")
+
+
+def test_mode_follows_the_measured_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDTX_COSTS", str(tmp_path / "costs.json"))
+    same = {"device": "cpu", "wire_bytes_per_s": 3e9, "pack_run_s": 1e-8, "pack_bytes_per_s": 9e9}
+    save_costs([MeasuredCosts(mover="tcp", run_s=0.0, **same), MeasuredCosts(mover="ucx", run_s=1e-4, **same)])  # type: ignore[arg-type]
+    modes = [
+        record("llama-3-8b", "--decode-layout", "flash_attn_hnd", "--mover", name)["mode"] for name in ("tcp", "ucx")
+    ]
+    assert modes == ["direct", "staged"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_what_is_saved_is_loaded(file: Path) -> None:
     assert save_costs([MeasuredCosts(**ROW, measured="here, today")]) == file == costs_path()
     costs, source = load_costs().of("tcp", "cpu")
     assert costs == Costs(run_s=1e-7, wire_bytes_per_s=3e9, pack_run_s=2e-8, pack_bytes_per_s=8e9)
-    assert source == f"costs of {file}"
+    assert source == f"the costs in {file}"
 
 
 def test_other_movers_and_devices_keep_theirs(file: Path) -> None:
@@ -38,7 +38,7 @@ def test_other_movers_and_devices_keep_theirs(file: Path) -> None:
         1e-7,
         1e-7,
     ]
-    assert table.of("nixl", "cpu")[1] == "default costs"
+    assert table.of("nixl", "cpu")[1] == "default costs of nixl"
 
 
 def test_without_a_file_there_are_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_without_a_file_there_are_defaults(tmp_path: Path, monkeypatch: pytest.M
     for mover in ("tcp", "shm", "ucx", "nixl", "inproc", "somebody's"):
         for device in ("cpu", "cuda"):
             costs, source = table.of(mover, device)
-            assert source == "default costs"
+            assert source == f"default costs of {mover}"
             assert min(costs.run_s, costs.wire_bytes_per_s, costs.pack_run_s, costs.pack_bytes_per_s) > 0
 
 

@@ -40,8 +40,22 @@ def test_demo_ends_well_and_writes_its_result(model: Path, tmp_path: Path) -> No
         "long": 1100, "one-token": 1, "one-block": 16, "block+1": 17,
     }  # fmt: skip
     assert all(row["wrong"] == 0 for row in rows.values())
+    assert {(row["carried_by"], row["emulated"], row["transport"]) for row in rows.values()} == {("tcp", False, "tcp")}
+    assert all(row["mode"] and row["mode_reason"] for row in rows.values())
+    assert result["path"]["kind"] == "tcp"
+    assert result["mover"] == {"name": "tcp", "options": []}
+    assert set(result["registration"]) == {"prefill", "decode"}
+    assert "the payload goes over tcp (" in done.stderr
     assert "#wrong" in done.stdout
     assert "ok: every element verified" in done.stderr
+
+
+def test_a_required_path_that_is_not_there_ends_both_nodes(model: Path, tmp_path: Path) -> None:
+    done = demo(tmp_path / "result.json", "--model", model, "--dtype", "float32", "--require", "rdma")
+    assert done.code == 2
+    assert "rdma is required, but the payload would go over tcp" in done.error
+    assert "possible with this mover here: tcp" in done.error
+    assert not (tmp_path / "result.json").exists()
 
 
 def test_a_wrong_permutation_fails_and_names_the_coordinate(model: Path, tmp_path: Path) -> None:

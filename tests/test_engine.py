@@ -372,7 +372,8 @@ def test_a_device_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr("pdtx.engine.producer.record_fence", lambda _: broken_fence)
         pair.producer.layer_ready(request, 0, 0, 0, 20)
-        with pytest.raises(TransferError, match=r"^shipping failed: RuntimeError: device-side assert with many lines$"):
+        words = r"^request r .*, 2 blocks of rank 0 \(\d+, \d+\) could not be sent: shipping failed: RuntimeError: device"
+        with pytest.raises(TransferError, match=rf"{words}-side assert with many lines$"):
             pair.producer.wait(request)
         monkeypatch.undo()
         ship(pair.producer, begin(pair.producer, 20, "next"))
@@ -547,7 +548,7 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
         other = pair.connect()
         wait_until(lambda: mine.grant is not None, "a grant")
         key = TransferKey("mine", 0, 1, 0, 20)
-        assert other._connection is not None
+        assert other._route is not None
         assert mine.grant is not None
         plan = build_plan(
             Endpoint.of(other.cache.buffers[0].layout, [1, 2]),
@@ -555,7 +556,7 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
             range(20),
             range(1),
         )
-        handle = other._connection.put(
+        handle = other._route.connection.put(
             key, Region(other.cache.buffers[0].ranks[0].memory), plan.flat, time.monotonic() + PATIENCE_S
         )
         with pytest.raises(TransferRefused, match=r"request mine layers 0..1 tokens 0..20 was not granted"):
@@ -794,8 +795,8 @@ def test_nobody_is_left_waiting_for_a_data_connection_that_broke() -> None:
     with Pair(mover="tcp") as pair:
         request = begin(pair.producer, 20)
         wait_until(lambda: request.grant is not None, "a grant")
-        assert pair.producer._connection is not None
-        pair.producer._connection.close()
+        assert pair.producer._route is not None
+        pair.producer._route.connection.close()
         with pytest.raises(TransferError, match="failed in payload: the data connection ended"):
             pair.producer.wait(request)
 
@@ -805,7 +806,7 @@ def produce_and_hang(address: str, started: "multiprocessing.synchronize.Event",
     torch.set_num_threads(1)
     dialer = partial(Dialer, silence_s=silence_s, heartbeat_s=silence_s / 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdtx.engine.producer.Dialer", dialer)
+        patch.setattr("pdtx.engine.control.Dialer", dialer)
         producer = make_producer(make_cache(), "tcp")
         producer.connect(address, security=OPEN)
     ship(producer, begin(producer, 20, "ready"))
@@ -850,7 +851,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that gives up silent producers soon."""
     beat_s = SILENCE_S / 5
     monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, silence_s=SILENCE_S, heartbeat_s=beat_s))
-    monkeypatch.setattr("pdtx.engine.producer.Dialer", partial(Dialer, silence_s=SILENCE_S, heartbeat_s=beat_s))
+    monkeypatch.setattr("pdtx.engine.control.Dialer", partial(Dialer, silence_s=SILENCE_S, heartbeat_s=beat_s))
 
 
 @pytest.mark.usefixtures("impatient")

@@ -157,11 +157,11 @@ CHEAP_RUNS = CostTable({("inproc", "cpu"): Costs(run_s=1e-9, pack_run_s=1.0)}, "
 @pytest.mark.parametrize(
     ("mode", "costs", "staged", "words"),
     [
-        (Mode.AUTO, DEAR_RUNS, True, "costs of this test"),
-        (Mode.AUTO, CHEAP_RUNS, False, "costs of this test"),
+        (Mode.AUTO, DEAR_RUNS, True, "the costs in this test"),
+        (Mode.AUTO, CHEAP_RUNS, False, "the costs in this test"),
         (Mode.DIRECT, DEAR_RUNS, False, "as asked for"),
         (Mode.STAGED, CHEAP_RUNS, True, "as asked for"),
-        (Mode.AUTO, None, None, "default costs"),
+        (Mode.AUTO, None, None, "default costs of inproc"),
     ],
 )
 def test_pieces_are_moved_as_picked(mode: Mode, costs: CostTable | None, staged: bool | None, words: str) -> None:
@@ -192,8 +192,8 @@ def test_both_ways_are_counted_with_the_first_reason_of_each() -> None:
     assert (picks.text, picks.reason) == ("", "")
     picker = ModePicker(Mode.AUTO, stages=False, mover="m", device="cpu", table=CostTable({}))
     with Pair() as pair:
-        match = pair.producer._match
-        assert match is not None
+        assert pair.producer._route is not None
+        match = pair.producer._route.match
         plan = match.buffers[0].plan(
             match.buffers[0].moves[0],
             match.buffers[0].source(pair.sources.buffers[0].layout.block_steps([1])),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdtx.errors import PlanError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.layout import ELEMENT_ORDERS, Layout, any_layout
-from pdtx.parallel import Box
+from pdtx.parallel import Box, Cut
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, audit_runs, build_plan
 from pdtx.plan.proof import Cell, blocks_apart
 from pdtx.plan.shape import PlanShape, make_shape
@@ -69,6 +69,29 @@ def test_cached_is_uncached(scene: Scene, data: st.DataObject) -> None:
         check_request(plans, scene, [scene.tokens, *chunks], seed)
     event(f"hits: {plans.hits > 0}")
     assert plans.hits >= plans.misses
+
+
+def test_what_makes_another_shape() -> None:
+    """One cache for plans that differ in one thing each; whatever it confused would come out wrong."""
+    plans, ids = PlanCache(), [3, 5, 8]
+    first = layout(), layout("flash_attn_hnd"), None, range(2), (Box(),), range(1, 9)
+    cases = [
+        first,
+        (layout("flashinfer_nhd"), *first[1:]),
+        (first[0], layout("flashinfer_hnd"), *first[2:]),
+        (*first[:2], layout("flashinfer_hnd"), *first[3:]),
+        (*first[:3], range(1, 2), *first[4:]),
+        (*first[:3], range(3), *first[4:]),
+        (*first[:4], (Box((Cut("head", 0, 1, 1),)),), first[5]),
+        (*first[:5], range(9)),
+        (*first[:5], range(1, 10)),
+    ]
+    for _ in range(2):
+        for src, dst, agreed, layers, boxes, tokens in cases:
+            here, there = Endpoint.of(src, ids), Endpoint.of(dst, ids, agreed=agreed)
+            found = plans.plan(here, there, tokens, layers, boxes=boxes)
+            assert_same(found, build_plan(here, there, tokens, layers, boxes=boxes))
+    assert (plans.hits, plans.misses) == (len(cases), len(cases))
 
 
 class ForgetfulCache(PlanCache):

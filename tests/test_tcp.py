@@ -37,6 +37,7 @@ from pdtx.transports import tcp_consumer as consumer_module
 from pdtx.transports.handshake import prove_to_consumer
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_frames import DIALECT, Header, Kind, pack_ack
+from pdtx.transports.tcp_streams import READY, Join
 from pdtx.transports.wire import Wire
 from tests.tcp_consumer_process import NBYTES, SESSION, whole
 
@@ -140,7 +141,9 @@ def proven_client(pair: MoverPair, session_id: str = "hostile") -> Iterator[sock
     pair.grants.add_session(session_id, token)
     with raw_client(pair) as sock:
         prove_to_consumer(Wire(sock, "consumer"), DIALECT, session_id, token, time.monotonic() + 5)
+        sock.sendall(Join(b"c" * 16, 0, 1).pack())
         sock.settimeout(5)
+        assert sock.recv(1) == READY
         yield sock
 
 

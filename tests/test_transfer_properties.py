@@ -216,6 +216,52 @@ def test_loops_and_lists_are_the_same(runs: RunSet) -> None:
         assert joined(tuples(flat)) == tuples(flat)
 
 
+_ONE, _TWO = GridAxis(2, 8, 8), GridAxis(2, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("starts", "outer", "middle", "parts", "inner"),
+    [
+        ([0], (), (), 1, (GridAxis(2, 4, 4),)),  # the innermost steps
+        ([0], (), (), 1, (GridAxis(2, 12, 12), _ONE)),  # the innermost loop's end, and its next beginning
+        ([0, 12], (), (), 1, (_ONE,)),  # a segment after a segment's loop
+        ([0, 12], (), (_TWO,), 2, (_ONE,)),  # a segment of the same group
+        ([0, 20], (), (GridAxis(2, 24, 24),), 2, ()),  # a group's last segment, and its first of the next step
+        ([0, 20, 56, 80], (), (_TWO,), 2, ()),  # a group after a group
+        ([0, 20], (GridAxis(2, 24, 24),), (), 1, ()),  # the last segment, and the first of the next step
+        ([0], (GridAxis(2, 24, 24), GridAxis(2, 12, 12)), (), 1, (_ONE,)),
+    ],
+)
+def test_every_way_of_touching_is_seen(
+    starts: list[int],
+    outer: tuple[GridAxis, ...],
+    middle: tuple[GridAxis, ...],
+    parts: int,
+    inner: tuple[GridAxis, ...],
+) -> None:
+    """Runs of 4 bytes that touch only where one loop goes on, and not if that place is moved a byte."""
+    for shift in (0, 1):
+        at = np.array(starts, np.int64)
+        at[1:] += shift * (len(at) > 1)
+        grid = RunGrid(at, at, np.full(len(at), 4, np.int64), outer, inner, parts, middle)
+        runs = RunSet((grid,))
+        joins = len(runs.flat.merged()) < len(runs)
+        assert runs.touching is joins
+        assert runs.num_ranges("dst") == len(runs.ranges("dst")) == len(runs.flat.destination())
+        assert joins or shift
+
+
+def test_grids_that_follow_one_another_may_touch() -> None:
+    def grid(at: int) -> RunGrid:
+        start = np.array([at], np.int64)
+        return RunGrid(start, start, np.array([4], np.int64), (GridAxis(2, 8, 8),))
+
+    for at, ranges in ((12, 3), (13, 4)):
+        runs = RunSet((grid(0), grid(at)))
+        assert runs.touching is (at == 12)
+        assert runs.num_ranges("src") == len(runs.ranges("src")) == ranges
+
+
 def check_audit(runs: RunSet) -> bool:
     """Let both audits judge runs; return whether they are right by a count of how often each byte is written."""
     flat, total = runs.flat, runs.total

@@ -1,4 +1,4 @@
-"""A process with the listening side of a UCX link, and what a test needs to talk to it."""
+"""A process with the listening side of a UCX link, and what tests of UCX have in common."""
 
 import os
 import signal
@@ -13,16 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from pdtx.errors import InputError
 from pdtx.plan import Runs
 from pdtx.transports.base import Region
 from pdtx.transports.onesided.fabric import Link, Progress, Shared
 from pdtx.transports.ucx.fabric import UcxFabric
+from pdtx.transports.ucx.library import nixl_path
 from pdtx.transports.ucx.link import Remote
+from pdtx.transports.ucx.runtime import Runtime, make_runtime
 
 REPOSITORY = Path(__file__).parent.parent
 TICK_S = 0.5
+
+
+def usable_runtime(name: str = "auto", library: str | None = None) -> Runtime:
+    """Load UCX, or skip the test with the reason why that cannot be done."""
+    try:
+        return make_runtime(name, library)
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+def usable_nixl() -> None:
+    """Skip the test if NIXL's UCX is not there."""
+    if nixl_path() is None:
+        pytest.skip("nixl is not installed")
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
@@ -52,6 +70,10 @@ class Peer:
     def ask(self, command: str) -> Any:  # noqa: ANN401
         self.pipe.send((command,))
         return self.answer()
+
+    def memory(self) -> torch.Tensor:
+        """What the region holds that it has shared last."""
+        return torch.frombuffer(bytearray(self.ask("bytes")), dtype=torch.uint8)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdtx.cli.common import emit
-from pdtx.cli.movers import parse_mode
+from pdtx.cli.movers import parse_mode, read_costs
 from pdtx.cli.options import ConfigOrPreset, Json, KVCacheDtype
 from pdtx.cli.tables import aligned, both_sizes, named
 
@@ -57,6 +57,7 @@ def plan(
     ] = False,
     merge: Annotated[bool, typer.Option(help="Join runs that touch on both sides.")] = True,
     mode: Annotated[str, typer.Option(help="direct, staged, or auto: the cheaper one.")] = "auto",
+    mover: Annotated[str, typer.Option(help="Whose costs auto reckons with; see PDTX_COSTS.")] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Predict a transfer: runs, bytes of each, bytes on the wire and how many of them are copies."""
@@ -80,7 +81,10 @@ def plan(
         whole_blocks=whole_blocks,
         merge=merge,
     )
-    choice = choose_mode(found.num_runs, found.wire_bytes, asked, num_ranges=found.num_ranges)
+    costs, source = read_costs().of(mover, "cpu")
+    choice = choose_mode(
+        found.num_runs, found.wire_bytes, asked, costs, num_ranges=found.num_ranges, source=source
+    )  # fmt: skip
     if as_json:
         emit(json.dumps(_record(model, found, choice), indent=2))
     else:
@@ -125,6 +129,7 @@ def _record(model: str, found: "RequestPlan", choice: "Choice") -> Record:
         "tokens": found.num_tokens,
         "buffers": [_buffer_record(buffer) for buffer in found.buffers],
         "runs": found.num_runs,
+        "destination_ranges": found.num_ranges,
         "wire_bytes": found.wire_bytes,
         "unique_bytes": found.unique_bytes,
         "amplification": found.amplification,

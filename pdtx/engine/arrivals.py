@@ -1,6 +1,7 @@
 """What of a request has arrived, is arriving and is missing: for every buffer and every pair of ranks."""
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import islice
 
 import numpy as np
@@ -10,9 +11,17 @@ from pdtx.engine.matching import BufferMatch
 from pdtx.errors import TransferRefused
 from pdtx.transports import TransferKey
 
-_ABSENT, _EXPECTED, _ARRIVED = 0, 1, 2
+_ABSENT, _EXPECTED, _ARRIVED, _NOTICED = 0, 1, 2, 3
 _MOST_NAMED = 4
 """Buffers that one message says to be incomplete."""
+
+
+class Notice(Enum):
+    """What a producer's word that a payload has been delivered is worth."""
+
+    NEW = "new"
+    DUPLICATE = "it was said before"
+    UNKNOWN = "no such payload has been received"
 
 
 class Arrivals:
@@ -38,6 +47,18 @@ class Arrivals:
         """Note that key's payload, which was expected, lies in the cache."""
         self._buffers[key.buffer].arrive(key, nbytes)
 
+    def notice(self, key: TransferKey) -> Notice:
+        """Take the producer's word that key's payload has been delivered. It counts only for what lies here."""
+        if not 0 <= key.buffer < len(self._buffers):
+            return Notice.UNKNOWN
+        return self._buffers[key.buffer].notice(key)
+
+    def unnoticed(self) -> str | None:
+        """Say what has arrived without the producer's word that it was delivered, as missing() does."""
+        lacking = (text for buffer in self._buffers if (text := buffer.unnoticed()) is not None)
+        named = list(islice(lacking, _MOST_NAMED))
+        return "; ".join(named) if named else None
+
     def missing(self) -> str | None:
         """Say which groups and buffers are not complete, and where the first of each begins; None if all are."""
         lacking = (text for buffer in self._buffers if (text := buffer.missing()) is not None)
@@ -62,11 +83,7 @@ class _Buffer:
         if move is None:
             raise TransferRefused(f"{key}: rank {key.dst_rank} takes nothing of buffer {match.name} from there")
         layers = len(match.layers)
-        inside = (
-            0 <= key.layer_start < key.layer_stop <= layers
-            and positions.start <= key.token_start < key.token_stop <= positions.stop
-        )
-        if not inside:
+        if not self._holds(key):
             raise TransferRefused(
                 f"{key} is not a part of {layers} layers x positions {positions.start}..{positions.stop} "
                 f"of buffer {match.name}"
@@ -85,6 +102,26 @@ class _Buffer:
         self._left -= part.size
         self._nbytes += nbytes
 
+    def notice(self, key: TransferKey) -> Notice:
+        move = self.match.move_index.get((key.src_rank, key.dst_rank))
+        if move is None or not self._holds(key):
+            return Notice.UNKNOWN
+        part = self._part(move, key)
+        if (part == _NOTICED).all():
+            return Notice.DUPLICATE
+        if (part != _ARRIVED).any():
+            return Notice.UNKNOWN
+        part[:] = _NOTICED
+        return Notice.NEW
+
+    def _holds(self, key: TransferKey) -> bool:
+        """Whether key's ranges lie inside what is moved of this buffer."""
+        positions = self._positions
+        return (
+            0 <= key.layer_start < key.layer_stop <= len(self.match.layers)
+            and positions.start <= key.token_start < key.token_stop <= positions.stop
+        )
+
     def _part(self, move: int, key: TransferKey) -> npt.NDArray[np.uint8]:
         first = self._positions.start
         return self._states[move][key.layer_start : key.layer_stop, key.token_start - first : key.token_stop - first]
@@ -96,13 +133,26 @@ class _Buffer:
         where = f"group {match.group_name}, buffer {match.name}"
         if not self._nbytes:
             return f"{where}: 0 of {self._nbytes_expected()} bytes arrived"
-        place, states = next((place, states) for place, states in enumerate(self._states) if (states != _ARRIVED).any())
-        layer, position = (int(x) for x in np.unravel_index(int((states != _ARRIVED).argmax()), states.shape))
-        name = match.naming.layer(layer)
-        first = f"first {name} position {self._positions.start + position}"
+        first = self._first([states < _ARRIVED for states in self._states])
+        return f"{where}: {self._left} of {total} layer x position slices have not arrived, {first}"
+
+    def unnoticed(self) -> str | None:
+        silent = [states == _ARRIVED for states in self._states]
+        count = sum(int(each.sum()) for each in silent)
+        if not count:
+            return None
+        where = f"group {self.match.group_name}, buffer {self.match.name}"
+        return f"{where}: no notice of {count} layer x position slices that have arrived, {self._first(silent)}"
+
+    def _first(self, which: list[npt.NDArray[np.bool_]]) -> str:
+        """Name the first slice of those that are marked, and its ranks where it could be several."""
+        match = self.match
+        place, marked = next((place, marked) for place, marked in enumerate(which) if marked.any())
+        layer, position = (int(x) for x in np.unravel_index(int(marked.argmax()), marked.shape))
+        first = f"first {match.naming.layer(layer)} position {self._positions.start + position}"
         if len(match.moves) > 1:
             first += f" from rank {match.moves[place].src_rank} to rank {match.moves[place].dst_rank}"
-        return f"{where}: {self._left} of {total} layer x position slices have not arrived, {first}"
+        return first
 
     def _nbytes_expected(self) -> int:
         layout = self.match.consumer.layout

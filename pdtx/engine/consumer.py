@@ -11,7 +11,7 @@ import torch
 
 from pdtx.address import join_address, parse_address
 from pdtx.cache import GroupAllocator, KVCaches, Verification
-from pdtx.engine.arrivals import Arrivals
+from pdtx.engine.arrivals import Arrivals, Notice
 from pdtx.engine.describe import facts_of
 from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
 from pdtx.engine.handshake import make_reject, make_welcome, open_session
@@ -46,7 +46,7 @@ from pdtx.protocol import (
     TransferRequest,
 )
 from pdtx.sidechannel import Listener, Security
-from pdtx.transports import Mover
+from pdtx.transports import Mover, TransferKey
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class KVConsumer:
         self.receiver = PayloadReceiver(cache, self.allocator, self, self._lock, plan_layout)
         self._verifier = Verifier(cache, self.allocator, self._send)
         self._sessions: dict[str, Session] = {}
-        self._requests: dict[tuple[str, str], InboundRequest] = {}  # (session id, request id)
+        self._requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id)
         self._queue = GrantQueue(cache.groups, self.allocator)
         self._ready: queue.SimpleQueue[InboundRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -90,6 +90,8 @@ class KVConsumer:
         self.registration = CacheRegistration()
         self.num_ended = 0
         self.num_failed = 0  # of those
+        self.duplicate_notices = 0  # deliveries that were told more than once
+        self.unknown_notices = 0  # deliveries that were told, of which nothing is here
         self._listener: Listener | None = None
         self._endpoints: list[DataEndpoint] = []
 
@@ -187,7 +189,7 @@ class KVConsumer:
             request.state, request.error = InboundState.ENDED, error
             self.num_ended += 1
             self.num_failed += error is not None
-            self._requests.pop((request.session.session_id, request.request_id), None)
+            self._requests.pop((request.session.peer, request.request_id), None)
             self._queue.remove(request)
             blocks = request.blocks
         request.references.put(error or PeerLost("the request has ended"))
@@ -203,7 +205,10 @@ class KVConsumer:
 
     def request(self, session_id: str, request_id: str) -> InboundRequest | None:
         """Return a request that has not ended, if there is one. Called under the lock."""
-        return self._requests.get((session_id, request_id))
+        session = self._sessions.get(session_id)
+        request = self._requests.get((session.peer, request_id)) if session is not None else None
+        # A peer's earlier sessions have no say in what was granted to this one, nor the other way round.
+        return request if request is not None and request.session is session else None
 
     def _fail_session(self, session: Session, error: PdtxError) -> None:
         self.fail_where(lambda request: request.session is session, error, tell=False)
@@ -223,8 +228,8 @@ class KVConsumer:
                 late = [request for request in self._requests.values() if request.deadline < now]
             for request in late:
                 with self._lock:  # payloads may arrive while we look
-                    missing = request.missing() or "nothing is missing"
-                detail = f"{request.received_bytes} bytes received; {missing}"
+                    lacking = request.lacking()
+                detail = f"{request.received_bytes} bytes received; {lacking}"
                 waited = round(request.deadline - request.begun, 3)
                 self.fail(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
 
@@ -273,7 +278,7 @@ class KVConsumer:
             logger.warning("refused %s: %s", hello.engine_id, error)
             listener.send(peer, make_reject(error))
             return
-        self._on_lost(peer, "it said hello again")
+        self._retire(peer)
         if session.match.not_sent:
             logger.warning("%s has %s, not sent here", session.engine_id, session.match.not_sent_text)
         with self._lock:
@@ -282,6 +287,23 @@ class KVConsumer:
             session, self.engine_id, self._endpoints, lease_s=self.max_deadline_s, verifies=self.verifies
         )
         listener.send(peer, welcome)
+
+    def _retire(self, peer: bytes) -> None:
+        """End a peer's session because it asks for another one: nothing can come over its data connection any more.
+
+        What has all arrived does not need it and goes on.
+        """
+        with self._lock:
+            old = [session for session in self._sessions.values() if session.peer == peer]
+            for session in old:
+                del self._sessions[session.session_id]
+        for session in old:
+            lost = PeerLost(f"{session.engine_id} opened another session")
+            self.fail_where(
+                lambda request, of=session: request.session is of and request.state is not InboundState.READY,  # type: ignore[misc]
+                lost,
+                tell=False,
+            )
 
     def _on_request(self, session: Session, ask: TransferRequest) -> None:
         problem, needs = self._problem(session, ask), needs_of(self.cache.groups, ask)
@@ -294,7 +316,7 @@ class KVConsumer:
         deadline = time.monotonic() + min(ask.deadline_s, self.max_deadline_s)
         request = InboundRequest(session, ask, needs, arrivals, deadline)
         with self._lock:
-            self._requests[session.session_id, ask.request_id] = request
+            self._requests[session.peer, ask.request_id] = request
             self._queue.add(request)
         self.grant_queued()
 
@@ -302,7 +324,7 @@ class KVConsumer:
         """Say what is wrong with a request, if anything."""
         if not ask.token_ids:
             return "the prompt has no tokens"
-        if (session.session_id, ask.request_id) in self._requests:
+        if (session.peer, ask.request_id) in self._requests:
             return f"request id {ask.request_id} is in use"
         return None
 
@@ -323,13 +345,14 @@ class KVConsumer:
 
     def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
         with self._lock:
-            request = self._requests.get((session.session_id, message.request_id))
+            request = self._requests.get((session.peer, message.request_id))
         if request is None:
+            self.unknown_notices += isinstance(message, LayerDone)
             logger.info("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
             return
         match message:
             case LayerDone():
-                request.noticed_bytes += message.nbytes
+                self._on_notice(request, message)
             case Reference():
                 # One is asked for at a time; what comes beside that is not kept.
                 if request.references.empty():
@@ -340,10 +363,30 @@ class KVConsumer:
             case Complete():
                 self._on_complete(request, message)
 
+    def _on_notice(self, request: InboundRequest, done: LayerDone) -> None:
+        """Count a notice if it is the first one of a payload that is here; else it only counts as what it is."""
+        key = TransferKey(
+            done.request_id,
+            done.layer_start,
+            done.layer_stop,
+            done.token_start,
+            done.token_stop,
+            done.buffer,
+            done.src_rank,
+            done.dst_rank,
+        )
+        with self._lock:
+            notice = request.arrivals.notice(key)
+            request.noticed_bytes += done.nbytes if notice is Notice.NEW else 0
+            self.duplicate_notices += notice is Notice.DUPLICATE
+            self.unknown_notices += notice is Notice.UNKNOWN
+        if notice is not Notice.NEW:
+            logger.warning("ignored a notice of %s from %s: %s", key, request.session.engine_id, notice.value)
+
     def _on_complete(self, request: InboundRequest, complete: Complete) -> None:
         """Accept a request only if every byte that the producer claims has been received here."""
         with self._lock:
-            missing = request.missing()
+            missing = request.missing() or request.arrivals.unnoticed()
             received, noticed = request.received_bytes, request.noticed_bytes
             if request.state is not InboundState.RECEIVING:
                 logger.warning("ignored a second completion of request %s", request.request_id)

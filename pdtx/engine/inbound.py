@@ -91,3 +91,7 @@ class InboundRequest:
     def missing(self) -> str | None:
         """Say what has not arrived, see Arrivals."""
         return self.arrivals.missing()
+
+    def lacking(self) -> str:
+        """Say what it waits for: payloads, notices of them, or the last word."""
+        return self.missing() or self.arrivals.unnoticed() or "all has arrived, but not the word that it is complete"

@@ -14,6 +14,11 @@ from pdtx.errors import PdtxError
 from pdtx.parallel import RankTransfer
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Finished, Grant
+from pdtx.transports import TransferKey
+from pdtx.units import ceil_div
+
+_MOST_NAMED = 16
+"""Blocks that one message names."""
 
 
 @dataclass
@@ -39,6 +44,7 @@ class OutboundRequest:
     error: PdtxError | None = None
     waiting: list["Piece"] = field(default_factory=list)  # until the grant comes
     unsent: int = 0  # pieces that are computed and not acknowledged
+    sending: dict[TransferKey, None] = field(default_factory=dict)  # those of them that the mover has, in order
     nbytes: int = 0
     num_runs: int = 0
     picks: Picks = field(default_factory=Picks)
@@ -72,3 +78,24 @@ class Piece:
     layers: range
     positions: range
     fence: Callable[[], None]
+
+    @property
+    def key(self) -> TransferKey:
+        """What the mover and the consumer call it."""
+        return TransferKey(
+            self.request.request_id,
+            self.layers.start,
+            self.layers.stop,
+            self.positions.start,
+            self.positions.stop,
+            self.match.index,
+            self.move.src_rank,
+            self.move.dst_rank,
+        )
+
+    def __str__(self) -> str:
+        size = self.match.producer.layout.block_size
+        table = self.request.sources[self.match.producer_group]
+        blocks = table[self.positions.start // size : ceil_div(self.positions.stop, size)].tolist()
+        named = ", ".join(map(str, blocks[:_MOST_NAMED])) + (", ..." if len(blocks) > _MOST_NAMED else "")
+        return f"{self.key}, {len(blocks)} blocks of rank {self.move.src_rank} ({named})"

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pdtx.plan import Choice, Costs, CostTable, Mode, TransferPlan, choose_mode
+from pdtx.plan import Choice, CostTable, Mode, TransferPlan, choose_mode
 
 
 class ModePicker:
@@ -20,14 +20,14 @@ class ModePicker:
         """Choose for one piece's plan."""
         if not self._stages:
             return Choice(Mode.DIRECT, 0.0, 0.0, f"{self._mover} moves directly")
-        return _with_source(self._choose(plan, self._costs), self._source)
-
-    def _choose(self, plan: TransferPlan, costs: Costs) -> Choice:
-        return choose_mode(plan.num_runs, plan.nbytes, self._mode, costs, num_ranges=plan.num_destination_ranges)
-
-
-def _with_source(choice: Choice, source: str) -> Choice:
-    return Choice(choice.mode, choice.direct_s, choice.staged_s, f"{choice.reason} ({source})")
+        return choose_mode(
+            plan.num_runs,
+            plan.nbytes,
+            self._mode,
+            self._costs,
+            num_ranges=plan.num_destination_ranges,
+            source=self._source,
+        )
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """The producer: ships a request's cache out of the prefill node, layer by layer, and waits for its end."""
 
 import logging
-import queue
 import threading
 import time
 import uuid
@@ -11,13 +10,14 @@ import numpy as np
 import torch
 
 from pdtx.cache import GroupAllocator, KVCaches, record_fence
+from pdtx.engine.control import ControlChannel
 from pdtx.engine.describe import facts_of
 from pdtx.engine.handshake import choose_endpoint, make_hello, match_welcome
-from pdtx.engine.matching import Match
 from pdtx.engine.outbound import OutboundRequest, Piece
 from pdtx.engine.path import check_path
 from pdtx.engine.picking import ModePicker
 from pdtx.engine.registering import CacheRegistration, register_cache
+from pdtx.engine.route import Route
 from pdtx.engine.shipping import Shipper
 from pdtx.errors import (
     DeadlineExceeded,
@@ -25,6 +25,7 @@ from pdtx.errors import (
     InputError,
     PdtxError,
     PeerLost,
+    PeerSilent,
     ProtocolError,
     TransferError,
     VerificationError,
@@ -46,11 +47,16 @@ from pdtx.protocol import (
     TransferRequest,
     Welcome,
 )
-from pdtx.sidechannel import Dialer, Security
-from pdtx.transports import Connection, Mover, Path, TransferHandle
+from pdtx.sidechannel import Security
+from pdtx.transports import Connection, Mover, Path, TransferHandle, TransferKey
 from pdtx.transports.base import PathKind
 
 logger = logging.getLogger(__name__)
+
+_ATTEMPT_S = 2.0
+"""How long one attempt at a new session may take, before another one is made."""
+
+_PAUSE_S = 0.05
 
 
 class KVProducer:
@@ -80,25 +86,25 @@ class KVProducer:
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
         self._requests: dict[str, OutboundRequest] = {}
         self._changed = threading.Condition()
-        self._answer: queue.SimpleQueue[Welcome | PdtxError] = queue.SimpleQueue()
-        self._shipper: Shipper | None = None
-        self._dialer: Dialer | None = None
-        self._connection: Connection | None = None
-        self._lost: PdtxError | None = None
+        self._channel: ControlChannel | None = None
+        self._require: PathKind | None = None
+        self._route: Route | None = None
+        self._sessions = threading.Lock()  # held while one is made, and while a request is begun in it
+        self._lost: PdtxError | None = None  # what ended the session, until there is another one
+        self._over: PdtxError | None = None  # why there will not be another one
         self.consumer: Welcome | None = None
-        self._match: Match | None = None
 
     @property
     def not_sent(self) -> tuple[str, ...]:
         """Layers of this cache that the consumer does not have, so that they stay here; empty before connect()."""
-        return self._match.not_sent if self._match is not None else ()
+        return self._route.match.not_sent if self._route is not None else ()
 
     # -- connecting -------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path | None:
         """What carries the payload, as found after connect(); None before."""
-        return self._connection.path if self._connection is not None else None
+        return self._route.connection.path if self._route is not None else None
 
     def connect(
         self, address: str, *, security: Security, timeout_s: float = 10.0, require: PathKind | None = None
@@ -110,24 +116,74 @@ class KVProducer:
         cache that cannot be registered, InputError if it is to be staged by a mover that cannot.
         """
         self.registration = register_cache(self.mover, self.cache)
+        self._require = require
+        self._channel = ControlChannel(address, security, self._on_message, self._on_lost)
+        with self._sessions:
+            self._route = self._open(self._channel, timeout_s)
+
+    def _open(self, channel: ControlChannel, timeout_s: float) -> Route:
+        """Shake hands for a session of its own, and open its data connection. Raises as connect() does."""
         deadline = time.monotonic() + timeout_s
-        self._dialer = Dialer(address, self._on_message, self._on_lost, security=security)
-        self._dialer.connect(timeout_s)
-        self._dialer.send(make_hello(self.engine_id, self.description, self.mover.name))
-        try:
-            answer = self._answer.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise DeadlineExceeded("the handshake's answer", address, timeout_s) from None
-        if isinstance(answer, PdtxError):
-            raise answer
-        self._match = match_welcome(answer, facts_of(self.description, whose="this node's"))
+        answer = channel.greet(make_hello(self.engine_id, self.description, self.mover.name), timeout_s)
+        match = match_welcome(answer, facts_of(self.description, whose="this node's"))
         self.consumer = answer
-        if self.not_sent:
-            logger.warning("%s does not have %s: not sent", self.peer, self._match.not_sent_text)
+        if match.not_sent:
+            logger.warning("%s does not have %s: not sent", self.peer, match.not_sent_text)
         endpoint = choose_endpoint(answer, self.mover.name)
-        self._connection = self.mover.connect(endpoint.address, answer.session_id, answer.token, deadline)
-        check_path(self._connection.path, self.peer, require)
-        self._shipper = Shipper(self.cache, self._match, self._connection, self, self._modes(self._connection))
+        connection = self.mover.connect(endpoint.address, answer.session_id, answer.token, deadline)
+        try:
+            check_path(connection.path, self.peer, self._require)
+            shipper = Shipper(self.cache, match, connection, self, self._modes(connection))
+        except BaseException:
+            connection.close()
+            raise
+        return Route(match, connection, shipper)
+
+    def _ensure_session(self, deadline: float) -> None:
+        """Make another session where the last one was lost, or its data connection. Called by who has _sessions.
+
+        Raises what stands in the way; whatever does so for good is raised from then on.
+        """
+        if self._over is not None:
+            raise self._over
+        problem = self._lost or (self._route.ended() if self._route is not None else None)
+        if problem is not None and self._channel is not None:
+            self._renew(self._channel, problem, deadline)
+
+    def _renew(self, channel: ControlChannel, problem: PdtxError, deadline: float) -> None:
+        """Leave a session whose payloads cannot go on, and get another one, with a token of its own.
+
+        What has arrived goes on: it only needs the control channel. All else has ended before anything new begins, so
+        that nothing of the old connection can be taken for the new one's.
+        """
+        begun, old = time.monotonic(), self._route
+        logger.warning("cannot go on with %s as before: %s", self.peer, problem)
+        with self._changed:
+            cut = [request for request in self._requests.values() if not request.completed]
+        for request in cut:
+            self.fail(request, PeerLost(f"the data connection to {self.peer} ended: {problem}"))
+        if old is not None:
+            old.connection.close()
+        while True:
+            try:
+                self._lost = None
+                self._route = self._open(channel, min(_ATTEMPT_S, max(0.0, deadline - time.monotonic())))
+                break
+            except (PeerSilent, PeerLost, DeadlineExceeded) as error:
+                # It may be slow, or stopped for a while.
+                self._lost = error
+                if self._over is not None:  # closed meanwhile
+                    raise self._over from None
+                if time.monotonic() + _PAUSE_S > deadline:
+                    waited = round(time.monotonic() - begun, 3)
+                    raise DeadlineExceeded("a new session", self.peer, waited, str(error)) from None
+                time.sleep(_PAUSE_S)
+            except PdtxError as error:
+                self._over = self._lost = PeerLost(f"{problem}; a new session cannot be had: {error}")
+                raise self._over from None
+        if old is not None:
+            old.shipper.close()
+        logger.warning("a new session with %s is open", self.peer)
 
     def _modes(self, connection: Connection) -> ModePicker:
         if self.mode is Mode.STAGED and not connection.stages:
@@ -137,13 +193,13 @@ class KVProducer:
 
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""
-        self._fail_all(PeerLost("the producer was closed"))
-        if self._connection is not None:
-            self._connection.close()
-        if self._shipper is not None:
-            self._shipper.close()
-        if self._dialer is not None:
-            self._dialer.close()
+        self._over = self._over or PeerLost("the producer was closed")
+        self._fail_all(self._over)
+        with self._sessions:
+            if self._route is not None:
+                self._route.close()
+            if self._channel is not None:
+                self._channel.close()
 
     # -- a request's life -------------------------------------------------------------------------------------------
 
@@ -156,20 +212,32 @@ class KVProducer:
         or what ended the session.
         """
         request = self._take_blocks(request_id, token_ids, time.monotonic() + timeout_s)
+        try:
+            with self._sessions:
+                self._ensure_session(request.deadline)
+                self._ask(request, max_tokens, ignore_eos=ignore_eos)
+        except BaseException:
+            if request.error is None:
+                self.allocator.free(request.blocks)
+            raise
+        return request
+
+    def _ask(self, request: OutboundRequest, max_tokens: int, *, ignore_eos: bool) -> None:
+        request_id = request.request_id
         with self._changed:
-            problem = self._lost or (
-                InputError(f"request id {request_id!r} is in use") if request_id in self._requests else None
+            problem = (
+                self._over
+                or self._lost
+                or (InputError(f"request id {request_id!r} is in use") if request_id in self._requests else None)
             )
-            if problem is None:
-                self._requests[request_id] = request
-        if problem is not None:
-            self.allocator.free(request.blocks)
-            raise problem
+            if problem is not None:
+                raise problem
+            self._requests[request_id] = request
         message = TransferRequest(
             request_id=request_id,
-            token_ids=list(token_ids),
+            token_ids=list(request.token_ids),
             max_tokens=max_tokens,
-            deadline_s=timeout_s,
+            deadline_s=max(0.0, request.deadline - time.monotonic()),
             ignore_eos=ignore_eos,
         )
         try:
@@ -177,7 +245,6 @@ class KVProducer:
         except ProtocolError as error:
             self.fail(request, error, tell=False)
             raise
-        return request
 
     def blocks_needed(self, num_tokens: int) -> list[int]:
         """Return how many blocks a prompt of num_tokens takes of each group."""
@@ -196,9 +263,10 @@ class KVProducer:
 
         Returns at once. Ships nothing for a layer that the consumer does not have, and only positions that it needs.
         """
-        match = self._match.of_producer.get(buffer) if self._match is not None else None
+        route = self._route
+        match = route.match.of_producer.get(buffer) if route is not None else None
         ours = match.layer_index.get(layer) if match is not None else None
-        if match is None or ours is None or self._shipper is None:
+        if route is None or match is None or ours is None:
             return
         positions = self.cache.groups[match.producer_group].ready(request.num_tokens, start, stop)
         if not positions:
@@ -214,7 +282,7 @@ class KVProducer:
                 request.waiting += pieces
                 return
         for piece in pieces:
-            self._shipper.put(piece)
+            route.shipper.put(piece)
 
     def computed(self, request: OutboundRequest, first_token: int) -> None:
         """Say that all layers of all tokens were layer_ready(), and what the first new token is."""
@@ -236,6 +304,10 @@ class KVProducer:
             raise error
         if finished is None:
             detail = f"{request.nbytes} bytes shipped, {request.unsent} pieces of them not acknowledged"
+            with self._changed:
+                first = next(iter(request.sending), None)
+            if first is not None:
+                detail += f", first {first}"
             waited = round(request.deadline - request.begun, 3)
             error = DeadlineExceeded(self._phase(request), self.peer, waited, detail)
             self.fail(request, error)
@@ -286,17 +358,33 @@ class KVProducer:
         else:
             self._send(Failure(request_id=ask.request_id, phase="verification", reason=str(error)[:1000]))
 
-    def on_dropped(self, request: OutboundRequest, error: PdtxError | None) -> None:
+    def on_sending(self, request: OutboundRequest, key: TransferKey) -> None:
         """See ShippingEvents."""
+        with self._changed:
+            request.sending[key] = None
+
+    def on_dropped(self, piece: Piece, error: PdtxError | None) -> None:
+        """See ShippingEvents."""
+        request = piece.request
+        with self._changed:
+            request.sending.pop(piece.key, None)
         if error is not None:
+            if type(error) is TransferError:  # the others say themselves what they are about
+                error = TransferError(f"{piece} could not be sent: {error}")
             # In this order: settled first, it would look like a request that is complete.
             self.fail(request, error)
         self._settle(request)
 
-    def on_sent(self, request: OutboundRequest, handle: TransferHandle) -> None:
+    def on_sent(self, piece: Piece, handle: TransferHandle) -> None:
         """See ShippingEvents."""
+        request = piece.request
+        with self._changed:
+            request.sending.pop(handle.key, None)
         if handle.error is not None:
-            self.on_dropped(request, handle.error)
+            route = self._route
+            if route is not None and isinstance(handle.error, DeadlineExceeded) and handle.posted == handle.posted:
+                route.note_cut()
+            self.on_dropped(piece, handle.error)
             return
         with self._changed:
             request.posts.append((handle.posted, handle.sent))
@@ -352,10 +440,10 @@ class KVProducer:
             self._changed.notify_all()
 
     def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
-        """Wait until so many blocks of each group are free or the session has ended; whether they are."""
+        """Wait until so many blocks of each group are free, or no session will be had any more; whether they are."""
 
         def over() -> bool:
-            return self._lost is not None or self.allocator.fits(counts)
+            return self._over is not None or self.allocator.fits(counts)
 
         with self._changed:
             self._changed.wait_for(over, timeout_s)
@@ -364,22 +452,26 @@ class KVProducer:
     # -- messages, on the side channel's thread ----------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        if self._dialer is not None:
-            self._dialer.send(message)
+        if self._channel is not None:
+            self._channel.send(message)
 
     def _on_message(self, message: Message) -> None:
         match message:
             case Welcome():
-                self._answer.put(message)
+                self._answer(message)
             case Reject():
-                self._answer.put(IncompatiblePeer(message.field, message.producer, message.consumer, message.advice))
+                self._answer(IncompatiblePeer(message.field, message.producer, message.consumer, message.advice))
             case ReadReference():
-                if self._shipper is not None:
-                    self._shipper.put(message)
+                if self._route is not None:
+                    self._route.shipper.put(message)
             case Grant() | Refuse() | Failure() | Release() | Finished():
                 self._on_request_message(message)
             case _:
                 logger.warning("ignored a %s from %s", type(message).__name__, self.peer)
+
+    def _answer(self, answer: Welcome | PdtxError) -> None:
+        if self._channel is not None:
+            self._channel.answer(answer)
 
     def _on_request_message(self, message: Grant | Refuse | Failure | Release | Finished) -> None:
         with self._changed:
@@ -412,9 +504,10 @@ class KVProducer:
 
     def _on_grant(self, request: OutboundRequest, grant: Grant) -> None:
         """Let go what waits for the grant. Which blocks it names is checked by the plan, as everything is."""
-        if self._shipper is None or self._match is None:
+        route = self._route
+        if route is None:
             return
-        groups = self._match.consumer.groups
+        groups = route.match.consumer.groups
         if len(grant.groups) != len(groups):
             text = f"{self.peer} granted blocks of {len(grant.groups)} groups and has {len(groups)}"
             self.fail(request, ProtocolError(text))
@@ -426,7 +519,7 @@ class KVProducer:
             request.grant, request.destinations = grant, destinations
             waiting, request.waiting = request.waiting, []
         for piece in waiting:
-            self._shipper.put(piece)
+            route.shipper.put(piece)
 
     def _on_lost(self, reason: str) -> None:
         self._fail_all(PeerLost(f"lost {self.peer}: {reason}"))
@@ -436,6 +529,5 @@ class KVProducer:
             self._lost = self._lost or error
             requests = list(self._requests.values())
             self._changed.notify_all()
-        self._answer.put(error)
         for request in requests:
             self.fail(request, error, tell=False)

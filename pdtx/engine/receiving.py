@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class Requests(Protocol):
-    """The consumer, as far as the receiver knows it. The first two are called under its lock."""
+    """The consumer, as far as the receiver knows it. The first two, and the count, are used under its lock."""
+
+    duplicate_notices: int
 
     def session(self, session_id: str) -> Session | None:
         """Return a session, if there is one."""
@@ -68,6 +70,8 @@ class PayloadReceiver:
             request = self._requests.request(session_id, key.request_id)
             if request is None or request.blocks is None or request.state is not InboundState.RECEIVING:
                 raise TransferRefused(f"{key} was not granted")
+            if (session_id, key) in self._placing:  # of an earlier request of that name
+                raise TransferRefused(f"{key} is still being received")
             match, move = request.arrivals.expect(key)
             self._allocator.hold(request.blocks)
             self._placing[session_id, key] = request
@@ -95,13 +99,17 @@ class PayloadReceiver:
         return request
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
-        """Account for a payload that has arrived, or stopped."""
-        if error is None:
-            with self._lock:
-                request = self._placing[session_id, key]
+        """Account for a payload that has arrived, or stopped. To be told so again changes nothing."""
+        with self._lock:
+            request = self._placing.get((session_id, key))
+            if request is None:
+                self._requests.duplicate_notices += 1
+                logger.warning("the mover told the end of %s again", key)
+                return
+            if error is None:
                 request.arrivals.arrive(key, nbytes)
                 request.received_bytes += nbytes
-        request = self._unplace(session_id, key)
+        self._unplace(session_id, key)
         if error is not None:
             self._requests.fail(request, error)
 

@@ -1,5 +1,6 @@
 """The producer's shipper: one thread plans what has been computed and hands it to the mover."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -10,7 +11,7 @@ from pdtx.cache import KVCaches
 from pdtx.engine.matching import Match
 from pdtx.engine.outbound import OutboundRequest, Piece
 from pdtx.engine.picking import ModePicker
-from pdtx.errors import PdtxError, ProtocolError, TransferError
+from pdtx.errors import PdtxError, ProtocolError, TransferAborted, TransferError
 from pdtx.plan import Mode, PlanCache
 from pdtx.protocol import ReadReference, Reference
 from pdtx.transports import Connection, Region, TransferHandle, TransferKey
@@ -26,10 +27,13 @@ def regions_of(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
 class ShippingEvents(Protocol):
     """What a shipper tells the producer, from its own thread and the mover's."""
 
-    def on_sent(self, request: OutboundRequest, handle: TransferHandle) -> None:
+    def on_sending(self, request: OutboundRequest, key: TransferKey) -> None:
+        """Learn that a piece is handed to the mover."""
+
+    def on_sent(self, piece: Piece, handle: TransferHandle) -> None:
         """Learn that a piece has ended, well or not."""
 
-    def on_dropped(self, request: OutboundRequest, error: PdtxError | None) -> None:
+    def on_dropped(self, piece: Piece, error: PdtxError | None) -> None:
         """Learn that a piece will not be sent: because of error, or because its request has ended before."""
 
     def find(self, request_id: str) -> OutboundRequest | None:
@@ -51,17 +55,28 @@ class Shipper:
         self._cache, self._match, self._connection, self._events = cache, match, connection, events
         self._regions, self._modes, self._plans = regions_of(cache), modes, PlanCache()
         self._work: queue.SimpleQueue[Piece | ReadReference | None] = queue.SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="pdtx-shipper", daemon=True)
         self._thread.start()
 
     def put(self, item: Piece | ReadReference) -> None:
         """Ship a piece of a request that is granted, or read what the consumer asks for; returns at once."""
         self._work.put(item)
+        if self._closed:
+            self._drop_rest()
 
     def close(self) -> None:
-        """Stop after what was put so far."""
+        """Stop after what was put so far. What comes later is dropped. Idempotent."""
         self._work.put(None)
         self._thread.join()
+        self._closed = True
+        self._drop_rest()
+
+    def _drop_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (item := self._work.get_nowait()) is not None:
+                    self._not_shipped(item, TransferAborted("the session in which it was to be shipped has ended"))
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -80,14 +95,14 @@ class Shipper:
 
     def _not_shipped(self, item: Piece | ReadReference, error: PdtxError) -> None:
         if isinstance(item, Piece):
-            self._events.on_dropped(item.request, error)
+            self._events.on_dropped(item, error)
         else:
             self._events.on_not_answered(item, error)
 
     def _post(self, piece: Piece) -> None:
         request, match, move = piece.request, piece.match, piece.move
         if request.error is not None or request.grant is None:
-            self._events.on_dropped(request, None)
+            self._events.on_dropped(piece, None)
             return
         began = time.monotonic()
         here = match.source(request.sources[match.producer_group])
@@ -99,23 +114,15 @@ class Shipper:
         request.nbytes += plan.nbytes
         request.prepare += time.monotonic() - began
         piece.fence()
-        key = TransferKey(
-            request.request_id,
-            piece.layers.start,
-            piece.layers.stop,
-            piece.positions.start,
-            piece.positions.stop,
-            match.index,
-            move.src_rank,
-            move.dst_rank,
-        )
+        key = piece.key
         region = self._regions[match.producer_index][move.src_rank]
         began = time.monotonic()
+        self._events.on_sending(request, key)
         handle = self._connection.put(
             key, region, plan.to_move, request.deadline, staged=choice.mode is Mode.STAGED
         )  # fmt: skip
         request.prepare += time.monotonic() - began
-        handle.on_end(lambda ended: self._events.on_sent(request, ended))
+        handle.on_end(lambda ended: self._events.on_sent(piece, ended))
 
     def _read(self, ask: ReadReference) -> Reference:
         """Read what the consumer wants to compare with. Raises ProtocolError if it is not a part of the request."""

@@ -79,9 +79,9 @@ class CostTable:
         """Return the costs of a mover from a kind of device's memory, and where they come from, for people."""
         found = self.measured.get((mover, device))
         if found is not None:
-            return found, f"costs of {self.source}"
+            return found, f"the costs in {self.source}"
         usual = DEFAULTS.get((mover, device), Costs() if device == "cpu" else _ON_A_DEVICE)
-        return usual, "default costs"
+        return usual, f"default costs of {mover}"
 
 
 def costs_path() -> Path:

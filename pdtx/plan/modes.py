@@ -54,12 +54,14 @@ def choose_mode(
     *,
     num_ranges: int,
     piece_bytes: int = PIECE_BYTES,
+    source: str = "",
 ) -> Choice:
     """Pick direct or staged for num_runs runs of nbytes in all: what was asked for, or the cheaper one by costs.
 
     num_ranges: ranges of the destination, joined where they touch there, which are as many as the runs or fewer.
     direct: every run is posted. staged: every run is packed, and only ranges, or pieces of them, are posted; pack and
     move follow one another piece by piece, so that the slower one counts, and one piece of the other.
+    source: where the costs come from, for the reason.
     Raises PlanError for numbers that no plan has.
     """
     if num_runs < 0 or nbytes < 0 or piece_bytes < 1 or not 0 <= num_ranges <= num_runs:
@@ -77,6 +79,8 @@ def choose_mode(
     mean = nbytes // num_runs if num_runs else 0
     reason = (
         f"{num_runs:,} runs of {mean:,} B on average to {num_ranges:,} ranges: direct {format_seconds(direct_s)}, "
-        f"staged {format_seconds(staged_s)}" + ("" if mode is Mode.AUTO else "; as asked for")
+        f"staged {format_seconds(staged_s)}"
     )
+    reason += f" by {source}" if source else ""
+    reason += "" if mode is Mode.AUTO else "; as asked for"
     return Choice(picked, direct_s, staged_s, reason)

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdtx.address import join_address, numeric_host, parse_address
-from pdtx.errors import AuthenticationFailed, IncompatiblePeer, InputError, PeerUnreachable, ProtocolError
+from pdtx.errors import AuthenticationFailed, IncompatiblePeer, InputError, PeerSilent, PeerUnreachable, ProtocolError
 from pdtx.protocol import Message, Reject
 from pdtx.sidechannel.channel import HEARTBEAT, Channel
 from pdtx.sidechannel.keys import Security
@@ -110,7 +110,7 @@ class Dialer(Channel):
                     f"{self.address} refused the handshake: its keys and ours do not match, or it is no pdtx node"
                 )
             if outcome is _Outcome.SILENT:
-                raise PeerUnreachable(
+                raise PeerSilent(
                     f"{self.address} takes the connection but does not answer within {timeout_s:g} s; "
                     "is pdtx-decode there, and running?"
                 )

@@ -1,5 +1,6 @@
 """A connection around another one, for doubles that change one thing and leave the rest."""
 
+from pdtx.errors import PdtxError
 from pdtx.plan import Runs
 from pdtx.transports import Connection, Path, Region, TransferHandle, TransferKey
 
@@ -19,6 +20,11 @@ class WrappedConnection(Connection):
     def stages(self) -> bool:
         """See Connection."""
         return self.inner.stages
+
+    @property
+    def ended(self) -> PdtxError | None:
+        """See Connection."""
+        return self.inner.ended
 
     def put(
         self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False

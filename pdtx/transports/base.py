@@ -289,6 +289,14 @@ class Connection(ABC):
         """Whether put(staged=True) makes a difference here."""
         return False
 
+    @property
+    def ended(self) -> PdtxError | None:
+        """What ended the connection, so that nothing moves over it any more; None while it can be used.
+
+        Known at the latest when a transfer has ended by it. One that never says so is never replaced by an engine.
+        """
+        return None
+
     @abstractmethod
     def put(
         self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False

@@ -138,6 +138,11 @@ class InprocConnection(Connection):
         """See Connection."""
         return Path("inproc", f"this process, {self._address}", possible=("inproc",))
 
+    @property
+    def ended(self) -> PdtxError | None:
+        """See Connection."""
+        return self._outbox.ended
+
     def put(
         self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
     ) -> TransferHandle:

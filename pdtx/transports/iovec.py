@@ -9,6 +9,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,19 @@ _libc.recvmsg.argtypes = (ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c
 _libc.recvmsg.restype = ctypes.c_ssize_t
 
 
+_libc.sendmsg.argtypes = (ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int)
+_libc.sendmsg.restype = ctypes.c_ssize_t
+
+
+def send_at_once(fd: int, iovecs: int, count: int) -> int:
+    """Send what the socket has room for, without waiting: writev() for a socket that blocks. Raises OSError."""
+    header = _MessageHeader(iovecs=iovecs, iovec_count=count)
+    moved = int(_libc.sendmsg(fd, ctypes.byref(header), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
+    if moved < 0:
+        raise _os_error()
+    return moved
+
+
 def receive_all(fd: int, iovecs: int, count: int) -> int:
     """Fill all of the iovecs, or as many as come before the socket's time-out: readv, but it does not return early.
 
@@ -81,12 +95,24 @@ def receive_all(fd: int, iovecs: int, count: int) -> int:
     return moved
 
 
-def iovecs(base: int, slices: Slices) -> Iovecs:
-    """Return the ranges of a region that starts at address base, shape (n, 2)."""
-    vectors = np.empty((len(slices), 2), np.uint64)
-    vectors[:, 0] = slices.offsets
-    vectors[:, 0] += np.uint64(base)
-    vectors[:, 1] = slices.nbytes
+def address_of(array: npt.NDArray[np.generic]) -> int:
+    """Return where an array's bytes are; array.ctypes does the same, and takes longer."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def iovecs(base: int, slices: Slices, before: bytes = b"") -> Iovecs:
+    """Return the ranges of a region that starts at address base, shape (n, 2), or (n + 1, 2) with the bytes before.
+
+    The caller keeps `before` alive.
+    """
+    first = 1 if before else 0
+    vectors = np.empty((len(slices) + first, 2), np.uint64)
+    if before:
+        vectors[0] = address_of(np.frombuffer(before, np.uint8)), len(before)
+    vectors[first:, 0] = slices.offsets
+    vectors[first:, 0] += np.uint64(base)
+    vectors[first:, 1] = slices.nbytes
     return vectors
 
 
@@ -97,14 +123,12 @@ def range_of(address: int, nbytes: int) -> Iovecs:
 
 def check_within(slices: Slices, nbytes: int, what: str) -> None:
     """Raise PlanError unless every range lies inside a region of nbytes; what names the region in the message."""
-    bad = np.flatnonzero(
-        (slices.offsets < 0)
-        | (slices.nbytes < 0)
-        | (slices.nbytes > nbytes)
-        | (slices.offsets > nbytes - slices.nbytes)
-    )
-    if len(bad):
-        at = int(bad[0])
+    # As unsigned numbers negative ones are huge: two comparisons find all that is wrong. A length that is too large
+    # is found by the first; what it makes of the second does not matter.
+    size, lengths = np.uint64(nbytes), slices.nbytes.view(np.uint64)
+    wrong = (lengths > size) | (slices.offsets.view(np.uint64) > size - lengths)
+    if wrong.any():
+        at = int(wrong.argmax())
         raise PlanError(
             f"run {at} covers {int(slices.nbytes[at])} bytes from byte {int(slices.offsets[at])} of {what}, "
             f"beyond its region of {nbytes}"
@@ -121,14 +145,18 @@ def check_placement(placement: Placement, nbytes: int) -> None:
 class IovecCursor:
     """How far a sequence of calls has come in an iovec array. Moves over partial calls without a loop per range."""
 
-    def __init__(self, vectors: Iovecs) -> None:
-        # A copy: the range under way is narrowed in place.
-        self._vectors = np.array(vectors, np.uint64, order="C", copy=True)
-        self._ends = np.cumsum(self._vectors[:, 1], dtype=np.uint64)
-        self._address = self._vectors.ctypes.data
+    def __init__(self, vectors: Iovecs, total: int | None = None) -> None:
+        """total: bytes of all ranges, where that is known. The array is changed: the range under way gets narrower."""
+        self._vectors = vectors if vectors.flags.c_contiguous else np.ascontiguousarray(vectors)
+        self._address = address_of(self._vectors)
         self._at = 0
         self.done = 0
-        self.total = int(self._ends[-1]) if len(self._ends) else 0
+        self.total = int(self._vectors[:, 1].sum()) if total is None else total
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.uint64]:
+        """Where each range ends in the stream. Most payloads are through in one call, and never need it."""
+        return np.cumsum(self._vectors[:, 1], dtype=np.uint64)
 
     def move(self, call: VectorCall, fd: int) -> int:
         """Make one call on what is left; return the bytes it moved. Raises OSError."""
@@ -146,9 +174,13 @@ class IovecCursor:
 
     def advance(self, nbytes: int) -> None:
         """Leave the next nbytes behind."""
+        if nbytes == self.total - self.done:
+            self.done, self._at = self.total, len(self._vectors)
+            return
+        ends = self._ends
         self.done += nbytes
-        self._at = int(self._ends.searchsorted(np.uint64(self.done), side="right"))
+        self._at = int(ends.searchsorted(np.uint64(self.done), side="right"))
         if self._at < len(self._vectors):
-            vector, left = self._vectors[self._at], self._ends[self._at] - np.uint64(self.done)
+            vector, left = self._vectors[self._at], ends[self._at] - np.uint64(self.done)
             vector[0] += vector[1] - left
             vector[1] = left

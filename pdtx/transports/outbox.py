@@ -5,7 +5,7 @@ import time
 from collections import deque
 from typing import Generic, TypeVar
 
-from pdtx.errors import PdtxError
+from pdtx.errors import PdtxError, TransferAborted
 from pdtx.transports.base import TransferHandle
 
 Job = TypeVar("Job")
@@ -75,17 +75,19 @@ class Outbox(Generic[Job]):
         self._queue = deque[tuple[TransferHandle, Job]]()
         self._open = dict[TransferHandle, None]()
         self._closed = False
+        self._woken = False
         self._lost: PdtxError | None = None
         self._changed = threading.Condition()
 
-    def put(self, handle: TransferHandle, job: Job) -> None:
-        """Queue a transfer; it ends at once if the outbox is closed."""
+    def put(self, handle: TransferHandle, job: Job, *, wake: bool = True) -> None:
+        """Queue a transfer; it ends at once if the outbox is closed. wake: whoever waits for one."""
         with self._changed:
             accepted = not self._closed
             if accepted:
                 self._queue.append((handle, job))
                 self._open[handle] = None
-                self._changed.notify()
+                if wake:
+                    self._changed.notify()
         if not accepted:
             self._end(handle)
             return
@@ -102,6 +104,40 @@ class Outbox(Generic[Job]):
             if taken[0].post():
                 return taken
         return None
+
+    @property
+    def ended(self) -> PdtxError | None:
+        """What closed the outbox; None while it is open."""
+        with self._changed:
+            return (self._lost or TransferAborted("the connection was closed")) if self._closed else None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether transfers wait to be begun."""
+        return bool(self._queue)
+
+    def next_now(self) -> tuple[TransferHandle, Job] | None:
+        """Return the next transfer that can be begun, marked as moving; None if there is none now."""
+        while True:
+            with self._changed:
+                if self._closed or not self._queue:
+                    return None
+                taken = self._queue.popleft()
+            if taken[0].post():
+                return taken
+
+    def wake(self) -> None:
+        """Make wait() return."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """Wait for a transfer or for wake(); False when the outbox is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._woken or self._closed)
+            self._woken = False
+            return not self._closed
 
     def take(self) -> tuple[TransferHandle, Job] | None:
         """Wait for the next transfer, which may have ended meanwhile; None when the outbox is closed."""

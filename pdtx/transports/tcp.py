@@ -4,12 +4,13 @@ The consumer's own plan decides where bytes go; no address crosses the wire. Bot
 payloads are neither encrypted nor signed: use it inside a network that is trusted to carry them.
 """
 
+import secrets
 import threading
 from typing import ClassVar
 
-from pdtx.errors import InputError, PeerUnreachable
-from pdtx.transports.base import Connection, Mover, Receiver, Region
-from pdtx.transports.bounce import BounceStage, DirectStage, Stage
+from pdtx.errors import InputError, PeerLost, PeerUnreachable, ProtocolError
+from pdtx.transports.base import Connection, Mover, Receiver
+from pdtx.transports.bounce import BOUNCE_BYTES, Stager
 from pdtx.transports.handshake import prove_to_consumer
 from pdtx.transports.listener import Listener
 from pdtx.transports.outbox import DeadlineWatch
@@ -17,6 +18,7 @@ from pdtx.transports.sockets import bind_tcp, dial_tcp
 from pdtx.transports.tcp_consumer import ConsumerOptions, Inbound
 from pdtx.transports.tcp_frames import DIALECT
 from pdtx.transports.tcp_producer import TcpConnection
+from pdtx.transports.tcp_streams import CONNECTION_ID_BYTES, MAX_STREAMS, PART_BYTES, READY, Gathering, Join
 from pdtx.transports.wire import Wire
 
 
@@ -28,6 +30,8 @@ class TcpMover(Mover):
     max_payload_bytes: a consumer ends the connection of whoever announces more in one payload.
     advertise_host: what others connect to, needed where the address listened at is a wildcard.
     bounce: go through host buffers of bounce_bytes even where system calls reach the memory.
+    streams: sockets of one connection, over which a payload's parts move side by side, none smaller than part_bytes;
+    the side that connects chooses.
     """
 
     name: ClassVar[str] = "tcp"
@@ -40,12 +44,19 @@ class TcpMover(Mover):
         max_payload_bytes: int = 1 << 40,
         advertise_host: str | None = None,
         bounce: bool = False,
-        bounce_bytes: int = 8 << 20,
+        bounce_bytes: int = BOUNCE_BYTES,
+        streams: int = 1,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         if stall_s <= 0 or max_payload_bytes < 0 or bounce_bytes < 1:
             raise InputError(
                 "the TCP mover needs stall_s above 0, max_payload_bytes of 0 and bounce_bytes of 1 or more"
             )
+        if not 1 <= streams <= MAX_STREAMS or not 1 <= part_bytes < 1 << 32:
+            raise InputError(
+                f"{streams} streams of {part_bytes} bytes; the TCP mover has 1 to {MAX_STREAMS} of 1 to 2**32 - 1"
+            )
+        self._streams, self._part_bytes = streams, part_bytes
         self._options = ConsumerOptions(stall_s, max_payload_bytes)
         self._buffer_bytes, self._advertise_host = socket_buffer_bytes, advertise_host
         self._bounce, self._bounce_bytes = bounce, bounce_bytes
@@ -55,37 +66,46 @@ class TcpMover(Mover):
         self._connections = set[TcpConnection]()
         self._closed = False
 
-    def _stage_of(self, region: Region, staged: bool) -> Stage:
-        bounce = staged or self._bounce or not region.on_cpu
-        return BounceStage(self._bounce_bytes) if bounce else DirectStage()
+    def _make_stager(self) -> Stager:
+        return Stager(self._bounce, self._bounce_bytes)
 
     def listen(self, address: str, receiver: Receiver) -> str:
         """Accept connections, see Mover."""
         with self._lock:
             self._check_open()
             sock, bound = bind_tcp(address, buffer_bytes=self._buffer_bytes, advertise_host=self._advertise_host)
-            make = lambda wire: Inbound(wire, receiver, self._options, self._stage_of, self._watch)  # noqa: E731
+            gathering = Gathering(self._make_stager)
+            make = lambda wire: Inbound(wire, receiver, self._options, gathering, self._watch)  # noqa: E731
             self._listeners.append(Listener(sock, bound, self.name, make))
         return bound
 
     def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
         """Open a connection, see Mover. Raises also ProtocolError if the peer is of another version."""
+        wires = list[Wire]()
+        try:
+            connection_id = secrets.token_bytes(CONNECTION_ID_BYTES)
+            for index in range(self._streams):
+                wires.append(self._dial(address, deadline))
+                prove_to_consumer(wires[-1], DIALECT, session_id, token, deadline)
+                _join(wires[-1], Join(connection_id, index, self._streams, self._part_bytes), deadline)
+            _wait_until_ready(wires[0], deadline)
+            with self._lock:
+                self._check_open()
+                connection = TcpConnection(wires, self._part_bytes, self._watch, self._make_stager, self._forget)
+                self._connections.add(connection)
+        except BaseException:
+            for wire in wires:
+                wire.close()
+            raise
+        return connection
+
+    def _dial(self, address: str, deadline: float) -> Wire:
         sock = dial_tcp(address, deadline, buffer_bytes=self._buffer_bytes)
         try:
-            wire = Wire(sock, address)
+            return Wire(sock, address)
         except OSError as error:  # gone again before it could be tuned
             sock.close()
             raise PeerUnreachable(f"connection to {address} broke: {error.strerror or error}") from None
-        try:
-            prove_to_consumer(wire, DIALECT, session_id, token, deadline)
-            with self._lock:
-                self._check_open()
-                connection = TcpConnection(wire, self._watch, self._stage_of, self._forget)
-                self._connections.add(connection)
-        except BaseException:
-            wire.close()
-            raise
-        return connection
 
     def _check_open(self) -> None:
         if self._closed:
@@ -105,3 +125,20 @@ class TcpMover(Mover):
         for listener in listeners:
             listener.close()
         self._watch.close()
+
+
+def _join(wire: Wire, join: Join, deadline: float) -> None:
+    try:
+        wire.send(join.pack(), "room to name a stream", deadline)
+    except PeerLost as error:
+        raise PeerUnreachable(f"{error} before it was ready") from None
+
+
+def _wait_until_ready(wire: Wire, deadline: float) -> None:
+    """Wait until the peer has all streams of a connection."""
+    try:
+        word = wire.receive(len(READY), "the word that all streams are there", deadline)
+    except PeerLost as error:
+        raise PeerUnreachable(f"{error} before it was ready") from None
+    if word != READY:
+        raise ProtocolError(f"{wire.peer} is no pdtx TCP mover")

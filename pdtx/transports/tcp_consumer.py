@@ -12,14 +12,13 @@ from pdtx.errors import (
     TransferError,
     TransferRefused,
 )
-from pdtx.transports.base import MAX_NOTICE_BYTES, Placement, Receiver, Region, TransferHandle, TransferKey
-from pdtx.transports.bounce import Stage
+from pdtx.transports.base import MAX_NOTICE_BYTES, Placement, Receiver, TransferHandle, TransferKey
 from pdtx.transports.handshake import admit_producer
 from pdtx.transports.iovec import check_placement
 from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.outbox import DeadlineWatch
 from pdtx.transports.tcp_frames import DIALECT, HEADER_BYTES, Header, Kind, Status, pack_ack
-from pdtx.transports.tcp_payload import receive_payload, send_payload
+from pdtx.transports.tcp_streams import JOIN_BYTES, READY, Gathering, Group, Join, Lanes
 from pdtx.transports.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -34,18 +33,17 @@ class ConsumerOptions:
 
 
 class Inbound:
-    """One accepted connection. Owns wire."""
+    """One accepted socket: a connection, or another one's stream. Owns wire.
+
+    gathering: the connections of this address that lack streams.
+    """
 
     def __init__(
-        self,
-        wire: Wire,
-        receiver: Receiver,
-        options: ConsumerOptions,
-        stage_of: Callable[[Region, bool], Stage],
-        watch: DeadlineWatch,
+        self, wire: Wire, receiver: Receiver, options: ConsumerOptions, gathering: Gathering, watch: DeadlineWatch
     ) -> None:
         self._wire, self._receiver, self._options = wire, receiver, options
-        self._stage_of, self._watch = stage_of, watch
+        self._gathering, self._watch = gathering, watch
+        self._group: Group | None = None
         self._stopped: str | None = None
         self._moved = 0
         self._proven = False
@@ -61,32 +59,57 @@ class Inbound:
         """Make serve() return soon."""
         self._stopped = self._stopped or reason
         self._wire.shutdown()
+        if self._group is not None:
+            self._group.fail(TransferAborted(reason))
 
     def serve(self) -> None:
-        """Shake hands, then serve requests until the connection ends."""
+        """Shake hands, then serve requests, or move parts for another socket's thread, until the connection ends."""
         with self._wire:
             try:
-                deadline = time.monotonic() + HANDSHAKE_S
-                self._session_id = admit_producer(self._wire, DIALECT, self._receiver.admit, deadline)
+                join, lanes = self._come_about()
             except PdtxError as error:
                 logger.warning("refused a connection from %s: %s", self._wire.peer, self._stopped or error)
                 return
-            self._proven = True
-            reason = "it failed"
-            try:
-                self._serve_all()
-            except PdtxError as error:
-                reason = str(error)
-            finally:
-                # First for the peer, at once: the receiver may take its time.
-                self._wire.shutdown()
-                for handle in list(self._offered.values()):
-                    handle.finish(TransferError(f"{handle.key} may not have arrived: {self._stopped or reason}"))
-                self._receiver.closed(self._session_id, self._stopped or reason)
+            if join.index:
+                lanes.work(join.index)
+            else:
+                self._lead(lanes)
 
-    def _serve_all(self) -> None:
+    def _come_about(self) -> tuple[Join, Lanes]:
+        """Shake hands and wait until the connection has all of its streams. Raises PdtxError."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        self._session_id = admit_producer(self._wire, DIALECT, self._receiver.admit, deadline)
+        self._proven = True
+        join = Join.unpack(self._wire.receive(JOIN_BYTES, "the name of a stream", deadline))
+        self._group = group = self._gathering.enter(self._session_id, join, self._wire)
+        try:
+            if self._stopped is not None:
+                group.fail(TransferAborted(self._stopped))
+            lanes = group.wait(self._wire.peer, deadline)
+        except PdtxError:
+            self._gathering.leave(self._session_id, join, group)
+            raise
+        return join, lanes
+
+    def _lead(self, lanes: Lanes) -> None:
+        reason = "it failed"
+        try:
+            self._wire.send(READY, "room to say that all streams are there", time.monotonic() + HANDSHAKE_S)
+            self._serve_all(lanes)
+        except PdtxError as error:
+            reason = str(error)
+        finally:
+            # First for the peer, at once: the receiver may take its time.
+            lanes.shutdown()
+            lanes.close()
+            for handle in list(self._offered.values()):
+                handle.finish(TransferError(f"{handle.key} may not have arrived: {self._stopped or reason}"))
+            self._receiver.closed(self._session_id, self._stopped or reason)
+
+    def _serve_all(self, lanes: Lanes) -> None:
         sequence = 0
         while True:
+            self._wire.wait_for_data(lanes.wires[1:])
             header = self._next_header()
             if header.kind in (Kind.TAKEN, Kind.DROPPED):
                 self._confirmed(header)
@@ -95,13 +118,12 @@ class Inbound:
                 raise ProtocolError(f"{self._wire.peer} sent request {header.sequence} out of turn")
             sequence += 1
             if header.kind is Kind.GET:
-                self._give(header)
+                self._give(lanes, header)
                 continue
-            status, text = self._take(header) if header.kind is Kind.PUT else self._hear(header)
+            status, text = self._take(lanes, header) if header.kind is Kind.PUT else self._hear(header)
             self._acknowledge(header, status, text)
 
     def _next_header(self) -> Header:
-        self._wire.wait_for_data()
         rest = time.monotonic() + self._options.stall_s
         header = Header.unpack(self._wire.receive(HEADER_BYTES, "the rest of a request's header", rest))
         limit = MAX_NOTICE_BYTES if header.kind is Kind.NOTICE else self._options.max_payload_bytes
@@ -155,7 +177,7 @@ class Inbound:
         return None
 
     def _progress(self, nbytes: int) -> None:
-        self._moved += nbytes
+        self._moved = nbytes
 
     def _failure(self, header: Header, error: Exception) -> PdtxError:
         """Return what to tell the receiver of a transfer that was cut off by error."""
@@ -165,26 +187,23 @@ class Inbound:
 
     # -- puts and notices ---------------------------------------------------------------------------------------------
 
-    def _take(self, header: Header) -> tuple[Status, str]:
+    def _take(self, lanes: Lanes, header: Header) -> tuple[Status, str]:
         """Receive one payload; return what to acknowledge. Raises what ends the connection."""
         stall_s = self._options.stall_s
         try:
             placement = self._placement(header, self._receiver.place, self._receiver.placed)
         except PdtxError as refusal:
-            self._wire.discard(header.nbytes, f"the rest of {header.key}, refused", stall_s)
+            lanes.discard(header.nbytes, f"the rest of {header.key}, refused", stall_s)
             return Status.REFUSED, str(refusal)
         self._moved = 0
-        phase, stage = f"the payload of {header.key}", self._stage_of(placement.region, False)
         try:
-            receive_payload(
-                self._wire,
-                stage,
+            lanes.receive(
                 placement.region,
                 placement.slices,
-                phase,
-                placement.deadline,
-                stall_s,
-                self._progress,
+                f"the payload of {header.key}",
+                deadline=placement.deadline,
+                stall_s=stall_s,
+                progress=self._progress,
             )
         except Exception as error:
             reason = self._failure(header, error)
@@ -207,7 +226,7 @@ class Inbound:
 
     # -- gets -----------------------------------------------------------------------------------------------------
 
-    def _give(self, header: Header) -> None:
+    def _give(self, lanes: Lanes, header: Header) -> None:
         """Send the payload of a get, or the refusal. Raises what ends the connection."""
         try:
             placement = self._placement(header, self._receiver.offer, self._receiver.offered)
@@ -216,11 +235,16 @@ class Inbound:
             return
         self._moved = 0
         head = pack_ack(header.sequence, Status.OFFERED)
-        phase, stage = f"room to send {header.key}", self._stage_of(placement.region, False)
-        deadline, stall_s = placement.deadline, self._options.stall_s
+        deadline = placement.deadline
         try:
-            send_payload(
-                self._wire, head, stage, placement.region, placement.slices, phase, deadline, stall_s, self._progress
+            lanes.send(
+                head,
+                placement.region,
+                placement.slices,
+                f"room to send {header.key}",
+                deadline=deadline,
+                stall_s=self._options.stall_s,
+                progress=self._progress,
             )
         except Exception as error:
             reason = self._failure(header, error)

@@ -19,6 +19,7 @@ MAX_TEXT_BYTES = 512
 
 _HEADER_MAGIC, _ACK_MAGIC = b"KVpt", b"KVak"
 _HEADER = struct.Struct(f"!4sBQQIIQQHHHH{MAX_ID_BYTES}s")
+_SEQUENCE, _SEQUENCE_AT = struct.Struct("!Q"), struct.calcsize("!4sB")
 _ACK = struct.Struct("!4sQBH")
 
 HEADER_BYTES = _HEADER.size
@@ -90,6 +91,11 @@ class Header:
         if key.layer_start > key.layer_stop or key.token_start > key.token_stop:
             raise ProtocolError("a header whose ranges end before they start")
         return cls(Kind(kind), sequence, nbytes, key)
+
+
+def number(header: bytearray, sequence: int) -> None:
+    """Write the sequence into a packed header."""
+    _SEQUENCE.pack_into(header, _SEQUENCE_AT, sequence)
 
 
 @dataclass(frozen=True)

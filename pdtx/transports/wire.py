@@ -12,7 +12,7 @@ from types import TracebackType
 
 from pdtx.address import join_address
 from pdtx.errors import DeadlineExceeded, PeerLost, ProtocolError
-from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, receive_all, writev
+from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, receive_all, send_at_once, writev
 
 FOREVER = float("inf")
 
@@ -78,6 +78,8 @@ class Wire:
         self._sock = sock
         self._fd = sock.fileno()
         self._lock = threading.Lock()
+        self._readable = select.poll()
+        self._readable.register(self._fd, select.POLLIN)
 
     def __enter__(self) -> "Wire":
         return self
@@ -103,32 +105,43 @@ class Wire:
 
     def receive(self, nbytes: int, phase: str, deadline: float = FOREVER) -> bytes:
         """Receive exactly nbytes, a small number."""
-        view = memoryview(bytearray(nbytes))
-        left = view
+        if nbytes == 0:
+            return b""
+        data = bytearray()
 
         def step() -> int:
-            nonlocal left
-            got = self._sock.recv_into(left, 0, socket.MSG_DONTWAIT)
-            left = left[got:]
-            return self._some(got)
+            got = self._sock.recv(nbytes - len(data), socket.MSG_DONTWAIT)
+            data.extend(got)
+            return self._some(len(got))
 
         self._all(step, nbytes, select.POLLIN, phase, deadline, FOREVER)
-        return bytes(view)
+        return bytes(data)
 
     def send_vectors(
         self,
-        vectors: Iovecs,
+        vectors: Iovecs | IovecCursor,
         phase: str,
         deadline: float = FOREVER,
         stall_s: float = FOREVER,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Send the ranges; progress is told the bytes of each step."""
+        """Send the ranges, or what a cursor has left of them; progress is told the bytes of each step."""
         self._vectors(writev, vectors, phase, deadline, stall_s, progress, contextlib.nullcontext)
+
+    def send_at_once(self, cursor: IovecCursor) -> bool:
+        """Send what there is room for, without waiting; True if that was all."""
+        try:
+            while cursor.done < cursor.total:
+                cursor.move(send_at_once, self._fd)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
+        return True
 
     def receive_vectors(
         self,
-        vectors: Iovecs,
+        vectors: Iovecs | IovecCursor,
         phase: str,
         deadline: float = FOREVER,
         stall_s: float = FOREVER,
@@ -141,14 +154,14 @@ class Wire:
     def _vectors(
         self,
         call: VectorCall,
-        vectors: Iovecs,
+        vectors: Iovecs | IovecCursor,
         phase: str,
         deadline: float,
         stall_s: float,
         progress: Callable[[int], None] | None,
         guard: Guard,
     ) -> None:
-        cursor = IovecCursor(vectors)
+        cursor = vectors if isinstance(vectors, IovecCursor) else IovecCursor(vectors)
 
         def step() -> int:
             with guard():
@@ -157,7 +170,7 @@ class Wire:
                 progress(moved)
             return moved
 
-        self._all(step, cursor.total, None, phase, deadline, stall_s)
+        self._all(step, cursor.total - cursor.done, None, phase, deadline, stall_s)
 
     def discard(self, nbytes: int, phase: str, stall_s: float = FOREVER) -> None:
         """Receive nbytes and throw them away."""
@@ -195,9 +208,26 @@ class Wire:
             raise ProtocolError(f"{self.peer} sent {len(received)} descriptors instead of {count}")
         return tuple(received)
 
-    def wait_for_data(self, deadline: float = FOREVER) -> bool:
-        """Wait until something can be received or the connection has ended; False at the deadline."""
-        return self._poll(select.POLLIN, deadline)
+    def hung_up(self) -> bool:
+        """Return whether the peer has ended the connection, or this side has."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        return any(events & (select.POLLRDHUP | select.POLLHUP | select.POLLNVAL) for _, events in poll.poll(0))
+
+    def wait_for_data(self, others: Sequence["Wire"] = ()) -> None:
+        """Wait, for ever, until something can be received or the connection has ended.
+
+        Raises PeerLost if one of the other wires, on which nothing is received meanwhile, has ended.
+        """
+        poll = self._readable
+        if others:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            for other in others:
+                poll.register(other._fd, select.POLLRDHUP)
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if self._fd not in ready:
+            raise PeerLost(f"{self.peer} closed one of the connection's streams")
 
     def _some(self, received: int) -> int:
         if received == 0:
@@ -216,6 +246,8 @@ class Wire:
         while done < nbytes:
             try:
                 done += step()
+                if done >= nbytes:
+                    return
                 last = time.monotonic()
             except (BlockingIOError, InterruptedError):
                 if event is not None:
@@ -223,14 +255,14 @@ class Wire:
             except OSError as error:
                 raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
             now = time.monotonic()
-            if done < nbytes and now >= min(deadline, last + stall_s):
+            if now >= min(deadline, last + stall_s):
                 progress = f"{done} of {nbytes} bytes" + ("" if now >= deadline else f", none for {stall_s:g} s")
                 raise DeadlineExceeded(phase, self.peer, round(now - begun, 3), progress)
 
-    def _poll(self, event: int, deadline: float) -> bool:
+    def _poll(self, event: int, deadline: float) -> None:
         poll = select.poll()
         poll.register(self._fd, event)
-        return bool(poll.poll(milliseconds(deadline)))
+        poll.poll(milliseconds(deadline))
 
     def shutdown(self) -> None:
         """End the connection for both sides; whoever waits on it wakes up. Idempotent."""

@@ -14,7 +14,6 @@ from pdtx.transports.base import Region
 from pdtx.transports.nixl.batches import Batch, listed, strided, units_of
 from pdtx.transports.nixl.library import Library
 from pdtx.transports.nixl.messages import Place
-from pdtx.transports.ucx.environment import setting as transports_setting
 
 Op = Literal["READ", "WRITE"]
 Result = TypeVar("Result")
@@ -55,9 +54,10 @@ class Agent:
         except self._library.failures as failure:
             reason = _reason(failure)
         if reason:
-            setting = f"UCX_TLS={tls}" if tls else transports_setting("UCX_TLS", "all transports")
+            tls = tls or os.environ.get("UCX_TLS")
+            chosen = f" with UCX_TLS={tls}" if tls and backend == "UCX" else ""
             raise TransferError(
-                f"NIXL does not start its backend {backend} with {setting}: {reason} failure; standard error says why"
+                f"NIXL does not start its backend {backend}{chosen}: {reason}; standard error says more"
             )
 
     def _call(self, doing: str, call: Callable[[], Result]) -> Result:

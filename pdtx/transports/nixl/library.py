@@ -39,7 +39,7 @@ class Library:
         self.mute = _why_mute(self.protocols)
         self.failures = _errors_of(bindings)
         self.lost = _errors_of(bindings, "RemoteDisconnect", "Cancelled")
-        self.unreadable = _errors_of(bindings, "Mismatch", "InvalidParam")
+        self.unreadable = _errors_of(bindings, "Mismatch", "InvalidParam", "NotFound")
         self.in_progress, self.done = "PROC", "DONE"
 
     def __str__(self) -> str:

@@ -42,8 +42,34 @@ class Choice:
     text: str
 
 
-Choices = dict[tuple[str, str], list[Choice]]
-"""By agent and operation; in the order of sizes."""
+class Tables:
+    """The tables read so far; the last one of a kind counts. choices: by agent and operation, in the order of sizes."""
+
+    def __init__(self) -> None:
+        self.choices = dict[tuple[str, str], list[Choice]]()
+        self._owner = self._operation = ""
+
+    def read(self, lines: Iterable[str]) -> list[str]:
+        """Read whole lines, which go on where the last ones ended; return those that belong to no table."""
+        others = list[str]()
+        for line in lines:
+            table = _TABLE.match(line)
+            if table is None:
+                others += [line] if line.strip() else []
+            elif table[1].startswith("|"):
+                self._read_cells([cell.strip() for cell in table[1].strip("|").split("|")])
+        return others
+
+    def _read_cells(self, cells: list[str]) -> None:
+        if len(cells) == 1 and (head := _OWNER.match(cells[0])):
+            self._owner = head[1]
+        elif len(cells) == 1:
+            self._operation = next((name for name in (PUT, GET) if name + "*" in cells[0]), "")
+            if self._operation:
+                self.choices[self._owner, self._operation] = []
+        elif self._operation and (sizes := _RANGE.match(cells[0])):
+            choice = Choice(float(sizes[2] or sizes[1]), " ".join(cells[1:]))
+            self.choices[self._owner, self._operation].append(choice)
 
 
 class ProtocolLog:
@@ -54,7 +80,7 @@ class ProtocolLog:
         self._file = os.memfd_create("pdtx-ucx-log", os.MFD_CLOEXEC)
         self._read = 0
         self._unfinished = ""
-        self._choices: Choices = {}
+        self._tables = Tables()
 
     def settings(self) -> dict[str, str]:
         """Return the environment variables that make UCX write here."""
@@ -67,7 +93,7 @@ class ProtocolLog:
         """
         with self._lock:
             self._update()
-            choices = self._choices.get((agent, operation), [])
+            choices = list(self._tables.choices.get((agent, operation), []))
         choice = next((choice for choice in choices if nbytes <= choice.most), None)
         return route_of_request(choice.text) if choice is not None else None
 
@@ -75,8 +101,8 @@ class ProtocolLog:
         """Drop what is known of an agent that is gone."""
         with self._lock:
             self._update()
-            for place in [place for place in self._choices if place[0] == agent]:
-                del self._choices[place]
+            for operation in (PUT, GET):
+                self._tables.choices.pop((agent, operation), None)
 
     def _update(self) -> None:
         _libc.fflush(None)  # UCX leaves its last lines in the C library's buffer
@@ -88,31 +114,6 @@ class ProtocolLog:
         # What has been read needs no memory any more; UCX goes on writing behind it.
         _libc.fallocate(self._file, _PUNCH_HOLE, 0, self._read)
         *lines, self._unfinished = text.split("\n")
-        choices, others = read_tables(lines)
-        self._choices.update(choices)
-        for line in others:
+        for line in self._tables.read(lines):
             # An agent that is cut off in the middle of a transfer leaves requests behind.
             logger.log(logging.DEBUG if _LEFT in line else logging.WARNING, "NIXL's UCX: %s", line)
-
-
-def read_tables(lines: Iterable[str]) -> tuple[Choices, list[str]]:
-    """Return what tables say, and the lines that belong to none. The last table of a kind counts."""
-    found: Choices = {}
-    others = list[str]()
-    owner = operation = ""
-    for line in lines:
-        table = _TABLE.match(line)
-        if table is None:
-            others += [line] if line.strip() else []
-            continue
-        cells = [cell.strip() for cell in table[1].strip("|").split("|")]
-        if table[1].startswith("+"):
-            continue
-        if len(cells) == 1 and (head := _OWNER.match(cells[0])):
-            owner = head[1]
-        elif len(cells) == 1:
-            operation = next((name for name in (PUT, GET) if name + "*" in cells[0]), "")
-            found[owner, operation] = []
-        elif operation and (sizes := _RANGE.match(cells[0])):
-            found[owner, operation].append(Choice(float(sizes[2] or sizes[1]), " ".join(cells[1:])))
-    return {place: choices for place, choices in found.items() if choices}, others

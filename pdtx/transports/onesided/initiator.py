@@ -139,6 +139,11 @@ class OneSidedConnection(Connection):
         """See Connection: what is pulled is copied once, straight from where it lies."""
         return not self._pulls
 
+    @property
+    def ended(self) -> PdtxError | None:
+        """See Connection."""
+        return self._outbox.ended
+
     def put(
         self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
     ) -> TransferHandle:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 from pdtx.errors import InputError
-from pdtx.transports.ucx.status import BUSY, OK, UcsError, pointer_error
+from pdtx.transports.ucx.status import BUSY, IO_ERROR, OK, UcsError, pointer_error
 from pdtx.transports.ucx.structs import (
     ContextParams,
     EndpointParams,
@@ -22,6 +22,7 @@ from pdtx.transports.ucx.structs import (
 OLDEST = (1, 18)
 
 _TEXT_BYTES = 512
+_LAST_STATUS = -90
 
 Operation = Callable[[int, int, int, int, int, int], int | None]
 
@@ -113,6 +114,11 @@ class Ucp:
     def reason(self, status: int) -> str:
         """Return UCX's words for a status."""
         return str(self._library.ucs_status_string(status).decode())
+
+    def status_said(self, text: str) -> int:
+        """Return the status whose words end a text: other packages' exceptions carry it so."""
+        found = [status for status in range(-1, _LAST_STATUS, -1) if text.endswith(self.reason(status))]
+        return found[0] if found else IO_ERROR
 
     def error(self, doing: str, status: int) -> UcsError:
         """Return the exception for a status."""

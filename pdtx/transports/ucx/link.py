@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdtx.errors import PdtxError, PeerUnreachable, ProtocolError
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerUnreachable, ProtocolError
 from pdtx.native import library as native_library
 from pdtx.plan import Runs
 from pdtx.transports.base import Path, PathKind, Region
@@ -92,7 +92,7 @@ class UcxLink(Link[Remote]):
     def path(self) -> Path:
         """What carries the payload, see Link. Connects when it is asked for first, until the deadline of join().
 
-        Raises PeerUnreachable, PeerLost, ProtocolError or DeadlineExceeded.
+        Raises PeerUnreachable, ProtocolError or DeadlineExceeded.
         """
         if self._path is None:
             self._path = self._connect(max(self._deadline, time.monotonic() + 0.001))
@@ -109,9 +109,12 @@ class UcxLink(Link[Remote]):
         except UcsError as error:
             self._channel.abandon(error)
             raise self._unreachable(error) from None
-        except PdtxError as error:
+        except (DeadlineExceeded, ProtocolError) as error:
             self._channel.abandon(error)
             raise
+        except PdtxError as error:
+            self._channel.abandon(error)
+            raise PeerUnreachable(f"UCX cannot reach {self._peer}: {error}") from None
         detail = put.detail if put.emulated or not get.emulated else f"{put.detail}, gets emulated"
         return Path(put.kind, detail, put.emulated, str(self._engine.runtime), self._possible(greeting))
 

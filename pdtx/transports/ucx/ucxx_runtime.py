@@ -6,22 +6,14 @@ from importlib import import_module
 from types import ModuleType
 
 from pdtx.errors import InputError
-from pdtx.transports.ucx import library, status
+from pdtx.transports.ucx import library
 from pdtx.transports.ucx.environment import set_default
 from pdtx.transports.ucx.library import loaded_by
+from pdtx.transports.ucx.libucp import Ucp
 from pdtx.transports.ucx.runtime import Context, Endpoint, Runtime, Worker
 from pdtx.transports.ucx.status import UcsError
 
 _PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
-
-_STATUS = {
-    "UCXUnreachableError": status.UNREACHABLE,
-    "UCXNoDeviceError": status.NO_DEVICE,
-    "UCXNoMemoryError": status.NO_MEMORY,
-    "UCXConnectionResetError": status.CONNECTION_RESET,
-    "UCXNotConnectedError": status.NOT_CONNECTED,
-    "UCXIOError": status.IO_ERROR,
-}
 
 
 class UcxxRuntime(Runtime):
@@ -39,7 +31,7 @@ class UcxxRuntime(Runtime):
 
     def context(self) -> Context:
         """Return a new context, see Runtime."""
-        return UcxxContext(self._api)
+        return UcxxContext(self._api, self.ucp)
 
 
 def _import(choice: str | None) -> ModuleType:
@@ -59,21 +51,21 @@ def _short(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _translated(error: Exception, doing: str) -> UcsError:
-    """A failure of ucxx as one of UCX; its exceptions are named after UCX's statuses."""
-    return UcsError(doing, _STATUS.get(type(error).__name__, status.IO_ERROR), str(error) or type(error).__name__)
+def _translated(ucp: Ucp, error: Exception, doing: str) -> UcsError:
+    """A failure of ucxx as one of UCX."""
+    return ucp.error(doing, ucp.status_said(str(error)))
 
 
 class UcxxContext(Context):
     """See Context."""
 
-    def __init__(self, api: ModuleType) -> None:
+    def __init__(self, api: ModuleType, ucp: Ucp) -> None:
         super().__init__()
-        self.api = api
+        self.api, self.ucp = api, ucp
         try:
             self.own = api.UCXContext(feature_flags=(api.Feature.RMA, api.Feature.WAKEUP))
         except api.UCXError as error:
-            raise _translated(error, "start") from None
+            raise _translated(ucp, error, "start") from None
         self.handle = self.own.handle
 
     def worker(self) -> Worker:
@@ -90,12 +82,12 @@ class UcxxWorker(Worker):
     """See Worker. ucxx destroys it when nothing refers to it any more."""
 
     def __init__(self, context: UcxxContext) -> None:
-        self.api, self._context = context.api, context
+        self.api, self.ucp, self._context = context.api, context.ucp, context
         try:
             self.own = self.api.UCXWorker(context.own)
             self.address = bytes(self.own.address)
         except self.api.UCXError as error:
-            raise _translated(error, "create a worker") from None
+            raise _translated(self.ucp, error, "create a worker") from None
         self.handle = self.own.handle
         self._endpoints = list[UcxxEndpoint]()
 
@@ -118,12 +110,12 @@ class UcxxEndpoint(Endpoint):
     """See Endpoint."""
 
     def __init__(self, worker: UcxxWorker, address: bytes) -> None:
-        api = worker.api
+        api, self._ucp = worker.api, worker.ucp
         try:
             there = api.UCXAddress.create_from_buffer(address)
             self._own = api.UCXEndpoint.create_from_worker_address(worker.own, there, True)
         except api.UCXError as error:
-            raise _translated(error, "connect") from None
+            raise _translated(worker.ucp, error, "connect") from None
         self._own.set_close_callback(self._closed)
         self.handle = self._own.handle
 
@@ -132,7 +124,7 @@ class UcxxEndpoint(Endpoint):
         try:
             self._own.raise_on_error()
         except Exception as error:  # noqa: BLE001 - a callback has nobody to raise to
-            self.status = _STATUS.get(type(error).__name__, status.CONNECTION_RESET)
+            self.status = self._ucp.status_said(str(error))
 
     def close(self) -> None:
         """Close by force, see Endpoint."""

@@ -1,0 +1,85 @@
+"""The producer's control channel: dialled, greeted, and dialled again when it was lost."""
+
+import queue
+import time
+from collections.abc import Callable
+
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost
+from pdtx.protocol import Hello, Message, Welcome
+from pdtx.sidechannel import Dialer, Security
+
+
+class ControlChannel:
+    """Talks to the consumer at address. on_message(message), on_lost(reason): called on the channel's thread.
+
+    Used by one thread at a time, but for send() and answer().
+    """
+
+    def __init__(
+        self,
+        address: str,
+        security: Security,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._address, self._security = address, security
+        self._on_message, self._on_lost = on_message, on_lost
+        self._dialer: Dialer | None = None
+        self._lost: PdtxError | None = None
+        self._answer: queue.SimpleQueue[Welcome | PdtxError] = queue.SimpleQueue()
+
+    def greet(self, hello: Hello, timeout_s: float) -> Welcome:
+        """Say hello, over a channel dialled anew if there is none or the last one was lost; return the answer.
+
+        Raises PeerUnreachable (PeerSilent where somebody takes the connection), AuthenticationFailed, PeerLost,
+        IncompatiblePeer or DeadlineExceeded.
+        """
+        deadline = time.monotonic() + timeout_s
+        dialer = self._dialer
+        if dialer is None or self._lost is not None:
+            dialer = self._dial(timeout_s)
+        self._answer = queue.SimpleQueue()
+        if self._lost is not None:
+            raise self._lost
+        dialer.send(hello)
+        try:
+            answer = self._answer.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            error = DeadlineExceeded("the handshake's answer", self._address, round(timeout_s, 3))
+            # An answer that comes yet must not be taken for the answer to a later hello.
+            dialer.close(0.0)
+            self._lose(error, str(error))
+            raise error from None
+        if isinstance(answer, PdtxError):
+            raise answer
+        return answer
+
+    def _dial(self, timeout_s: float) -> Dialer:
+        self.close(0.0)
+        self._lost, self._dialer = None, None
+        dialer = Dialer(self._address, self._on_message, self._on_channel_lost, security=self._security)
+        dialer.connect(timeout_s)
+        self._dialer = dialer
+        return dialer
+
+    def answer(self, answer: Welcome | PdtxError) -> None:
+        """Take what the consumer says to a hello."""
+        self._answer.put(answer)
+
+    def send(self, message: Message) -> None:
+        """Send a message; without a channel it goes nowhere. Raises ProtocolError for one that cannot be sent."""
+        if self._dialer is not None:
+            self._dialer.send(message)
+
+    def _on_channel_lost(self, reason: str) -> None:
+        self._lose(PeerLost(f"lost {self._address}: {reason}"), reason)
+
+    def _lose(self, error: PdtxError, reason: str) -> None:
+        self._lost = error
+        self._on_lost(reason)
+        self._answer.put(error)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Say goodbye. Idempotent."""
+        if self._dialer is not None:
+            self._dialer.close(linger_s)
