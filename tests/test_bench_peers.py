@@ -33,6 +33,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "memcpy-numpy": lambda: Memcpy("numpy", TINY),
     "nixl-read": lambda: NixlPeer("READ", workload=TINY),
     "nixl-write-tcp": lambda: NixlPeer("WRITE", threads=4, tls="tcp", workload=TINY),
+    "nixl-alone": lambda: NixlPeer("WRITE", tls="tcp", progress_thread=False, workload=TINY),
     "mooncake": lambda: MooncakePeer(TINY),
     "perftest": lambda: UcxPerftest(size=4096, tls="tcp", total_bytes=1 << 20),
 }

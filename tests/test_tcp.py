@@ -1,12 +1,10 @@
 """What only TCP can meet: peers that die or stop, hostile clients, and the sockets themselves."""
 
 import os
+import resource
 import secrets
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from pdtx.address import parse_address
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -30,64 +27,51 @@ from pdtx.errors import (
 from pdtx.plan import Runs, Slices
 from pdtx.testing import Gate, GrantingReceiver, MoverPair, Scene
 from pdtx.testing.contract import require_works, start
+from pdtx.testing.open_receiver import HELD, STRAIGHT, key_of, runs_of
 from pdtx.testing.pair import open_descriptors
-from pdtx.transports import Connection, Placement, Region, TransferKey, TransferState
+from pdtx.testing.peer_process import Job
+from pdtx.testing.peers import PeerProcess
+from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey, TransferState
 from pdtx.transports import listener as listener_module
 from pdtx.transports import tcp_consumer as consumer_module
-from pdtx.transports.handshake import prove_to_consumer
 from pdtx.transports.tcp import TcpMover
-from pdtx.transports.tcp_frames import DIALECT, Header, Kind, pack_ack
-from pdtx.transports.tcp_streams import READY, Join
+from pdtx.transports.tcp_frames import Header, Kind, pack_ack
 from pdtx.transports.wire import Wire
-from tests.tcp_consumer_process import NBYTES, SESSION, whole
+from tests.tcp_clients import inbound_threads, proven_client, raw_client, wait_until
 
-REPOSITORY = Path(__file__).parent.parent
+NBYTES = 64 << 20
 
 
 def key(layer: int = 0) -> TransferKey:
     return TransferKey("request", layer, layer + 1, 0, 16)
 
 
-@contextmanager
-def remote_consumer(token: bytes) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    command = [sys.executable, "-m", "tests.tcp_consumer_process", token.hex()]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
+# -- peers that die or stop: see also the contract's faults ------------------------------------------------------------
 
 
 @contextmanager
-def remote_connection() -> Iterator[tuple["subprocess.Popen[str]", Connection, Region]]:
+def remote_connection() -> Iterator[tuple[PeerProcess, Connection, Region]]:
     token = secrets.token_bytes(32)
     mover = TcpMover()
     try:
-        with remote_consumer(token) as (process, address):
-            connection = mover.connect(address, SESSION, token, time.monotonic() + 10)
-            yield process, connection, Region(torch.ones(NBYTES, dtype=torch.uint8))
+        with PeerProcess(Job("tcp", {}, False, "127.0.0.1:0", token, NBYTES, 0)) as peer:
+            connection = mover.connect(peer.said, "session", token, time.monotonic() + 10)
+            yield peer, connection, Region(torch.ones(NBYTES, dtype=torch.uint8))
     finally:
         mover.close()
 
 
-def all_of_it() -> Runs:
-    offsets, nbytes = whole()
-    return Runs(offsets, offsets, nbytes)
+def put(connection: Connection, region: Region, deadline: float, layer: int = STRAIGHT) -> TransferHandle:
+    return connection.put(key_of(0, NBYTES, layer), region, runs_of(0, NBYTES), deadline)
 
 
-# -- peers that die or stop --------------------------------------------------------------------------------------------
-
-
-def test_killed_peer_is_reported_at_once() -> None:
-    with remote_connection() as (process, connection, region):
-        handles = [connection.put(key(layer), region, all_of_it(), time.monotonic() + 30) for layer in (0, 1, 2)]
+def test_a_peer_killed_in_the_middle_of_a_payload() -> None:
+    with remote_connection() as (peer, connection, region):
+        handles = [put(connection, region, time.monotonic() + 30, layer) for layer in (STRAIGHT, HELD, STRAIGHT)]
         handles[0].wait()
-        time.sleep(0.1)
-        assert 0 < handles[1].moved < NBYTES, "the kill must come in the middle of a payload"
-        process.kill()
+        wait_until("some of the payload is sent", lambda: handles[1].moved > 0)
+        assert handles[1].moved < NBYTES, "the kill must come in the middle of a payload"
+        peer.kill()
         killed = time.monotonic()
         for handle in handles[1:]:
             with pytest.raises(PeerLost, match=handle.peer):
@@ -96,67 +80,31 @@ def test_killed_peer_is_reported_at_once() -> None:
         assert time.monotonic() - killed < 2
 
 
-@pytest.mark.parametrize("payload", ["larger than the kernel buffers", "buffered by the kernel"])
-def test_stopped_peer_ends_at_the_deadline(payload: str) -> None:
-    with remote_connection() as (process, connection, region):
-        connection.put(key(), region, all_of_it(), time.monotonic() + 30).wait()
-        process.send_signal(signal.SIGSTOP)
-        runs = all_of_it()
-        if payload.startswith("buffered"):
-            runs = Runs(runs.src, runs.dst, np.array([4096]))
+@pytest.mark.parametrize(("nbytes", "phase"), [(NBYTES, "room to send"), (4096, "arrival")])
+def test_a_stopped_peers_deadline_says_what_was_waited_for(nbytes: int, phase: str) -> None:
+    with remote_connection() as (peer, connection, region):
+        put(connection, region, time.monotonic() + 30).wait()
+        peer.stop()
         begun = time.monotonic()
-        handle = connection.put(key(), region, runs, begun + 1.0)
+        handle = connection.put(key_of(0, nbytes), region, runs_of(0, nbytes), begun + 1.0)
         with pytest.raises(DeadlineExceeded, match=f"from {handle.peer}") as caught:
             handle.wait()
-        assert 0.5 < time.monotonic() - begun < 1.5
-        assert 0.5 < handle.ended - begun < 1.5
-        phase = "arrival" if payload.startswith("buffered") else "room to send"
+        assert 0.9 < handle.ended - begun < 1.5
         assert phase in caught.value.phase
         assert "bytes sent" in str(caught.value)
 
 
 def test_late_acknowledgement_leaves_the_connection_usable() -> None:
-    with remote_connection() as (process, connection, region):
-        connection.put(key(), region, all_of_it(), time.monotonic() + 30).wait()
-        process.send_signal(signal.SIGSTOP)
-        runs = all_of_it()
+    with remote_connection() as (peer, connection, region):
+        put(connection, region, time.monotonic() + 30).wait()
+        peer.stop()
         with pytest.raises(TransferError):
-            connection.put(key(), region, Runs(runs.src, runs.dst, np.array([4096])), time.monotonic() + 0.3).wait()
-        process.send_signal(signal.SIGCONT)
-        connection.put(key(), region, all_of_it(), time.monotonic() + 30).wait()
+            connection.put(key_of(0, 4096), region, runs_of(0, 4096), time.monotonic() + 0.3).wait()
+        peer.resume()
+        put(connection, region, time.monotonic() + 30).wait()
 
 
 # -- hostile clients ---------------------------------------------------------------------------------------------------
-
-
-def raw_client(pair: MoverPair) -> socket.socket:
-    sock = socket.create_connection(parse_address(pair.address))
-    sock.settimeout(5)
-    return sock
-
-
-@contextmanager
-def proven_client(pair: MoverPair, session_id: str = "hostile") -> Iterator[socket.socket]:
-    token = secrets.token_bytes(32)
-    pair.grants.add_session(session_id, token)
-    with raw_client(pair) as sock:
-        prove_to_consumer(Wire(sock, "consumer"), DIALECT, session_id, token, time.monotonic() + 5)
-        sock.sendall(Join(b"c" * 16, 0, 1).pack())
-        sock.settimeout(5)
-        assert sock.recv(1) == READY
-        yield sock
-
-
-def inbound_threads() -> int:
-    return sum(thread.name == "pdtx-tcp-inbound" for thread in threading.enumerate())
-
-
-def wait_until(condition: str, holds: object, seconds: float = 3.0) -> None:
-    assert callable(holds)
-    limit = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < limit, f"not within {seconds} s: {condition}"
-        time.sleep(0.01)
 
 
 def test_random_bytes_are_dropped_and_others_served() -> None:
@@ -296,7 +244,7 @@ def test_an_impostor_learns_no_proof() -> None:
         thread.start()
         host, port = server.getsockname()
         with pytest.raises(AuthenticationFailed, match=f"{host}:{port}"):
-            mover.connect(f"{host}:{port}", SESSION, b"t" * 32, time.monotonic() + 5)
+            mover.connect(f"{host}:{port}", "session", b"t" * 32, time.monotonic() + 5)
         thread.join()
     mover.close()
     assert heard in ([], [b""]), "the producer proved itself to a peer that had not"
@@ -317,7 +265,7 @@ def test_something_else_at_the_address_is_a_clear_error(answer: bytes) -> None:
         thread.start()
         host, port = server.getsockname()
         with pytest.raises((PeerUnreachable, ProtocolError), match=f"{host}:{port}"):
-            mover.connect(f"{host}:{port}", SESSION, b"t" * 32, time.monotonic() + 5)
+            mover.connect(f"{host}:{port}", "session", b"t" * 32, time.monotonic() + 5)
         thread.join()
     mover.close()
 
@@ -328,7 +276,7 @@ def test_peer_that_never_answers_ends_at_the_deadline() -> None:
         host, port = server.getsockname()
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="the answer to the greeting"):
-            mover.connect(f"{host}:{port}", SESSION, b"t" * 32, begun + 0.3)
+            mover.connect(f"{host}:{port}", "session", b"t" * 32, begun + 0.3)
         assert 0.2 < time.monotonic() - begun < 0.8
     mover.close()
 
@@ -371,21 +319,40 @@ def test_idle_connection_still_works() -> None:
         require_works(pair, connection)
 
 
+# The issue's number is 30,000: PDTX_TRANSFERS=30000.
+TRANSFERS = int(os.environ.get("PDTX_TRANSFERS", "6000"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def test_thousands_of_transfers_leave_nothing_behind() -> None:
     region = Region(torch.zeros(64, dtype=torch.uint8))
     runs = Runs(np.array([0]), np.array([0]), np.array([64]))
+
+    def move(count: int) -> None:
+        keys = [TransferKey("request", 0, 1, token, token + 1) for token in range(100)]
+        for number in range(count // 100):
+            for each in keys:
+                grant = pair.grants.grant_get if number % 4 == 3 else pair.grants.grant
+                grant("session", each, Placement(region, runs.destination()))
+            begin = connection.get if number % 4 == 3 else connection.put
+            for handle in [begin(each, region, runs, time.monotonic() + 30) for each in keys]:
+                handle.wait()
+            pair.grants.wait_for(lambda: len(pair.grants.heard) + len(pair.grants.given) == 100, "all ends")
+            pair.grants.heard.clear()
+            pair.grants.given.clear()
+
     with MoverPair(TcpMover) as pair:
         connection = pair.connect()
-        connection.put(key(), region, Runs(runs.src, runs.dst, np.array([0])), time.monotonic() + 30)
-        descriptors, threads = open_descriptors(), threading.active_count()
-        for _ in range(20):
-            keys = [TransferKey("request", 0, 1, token, token + 1) for token in range(100)]
-            for each in keys:
-                pair.grants.grant("session", each, Placement(region, runs.destination()))
-            for handle in [connection.put(each, region, runs, time.monotonic() + 30) for each in keys]:
-                handle.wait()
+        move(1000)
+        descriptors, threads, resident = open_descriptors(), threading.active_count(), resident_bytes()
+        move(TRANSFERS)
         assert open_descriptors() == descriptors
-        assert threading.active_count() <= threads + 1  # the watch over deadlines
+        assert threading.active_count() == threads
+        grown = resident_bytes() - resident
+        assert grown < 4 << 20, f"{TRANSFERS} transfers have left {grown} bytes"
 
 
 def test_connections_come_and_go_without_growth() -> None:

@@ -12,6 +12,7 @@ from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, PeerUnreachable, 
 from pdtx.plan import Runs
 from pdtx.transports.base import Region
 from pdtx.transports.onesided.fabric import Link, Progress
+from pdtx.transports.ucx.libucp import Ucp
 from pdtx.transports.ucx.link import Remote
 from pdtx.transports.ucx.status import CANCELED, CONNECTION_RESET, ENDPOINT_FAILURES, NO_MEMORY, UcsError, error_of
 from tests.ucx_peer import Moved, Peer, joined, pattern, scattered, ucx_fabric, usable_runtime
@@ -123,11 +124,16 @@ def put_until_it_fails(link: Link[Remote], region: Region, remote: Remote, runs:
 def test_killed_peer_is_noticed_in_the_middle(tls: str, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(tls, monkeypatch, runtime) as (peer, link, region, remote, runs):
         killed = list[float]()
-        timer = threading.Timer(0.2, lambda: (killed.append(time.monotonic()), peer.process.kill()))
+
+        def kill() -> None:
+            killed.append(time.monotonic())
+            peer.process.kill()
+
+        timer = threading.Timer(0.2, kill)
         timer.start()
         error = put_until_it_fails(link, region, remote, runs)
-        took = time.monotonic() - killed[0]
         timer.join()
+        took = time.monotonic() - killed[0]
         assert isinstance(error, PeerLost), repr(error)
         assert "UCX failed to finish the put" in str(error)
         assert took < 2.0
@@ -176,11 +182,47 @@ def test_transfer_that_is_given_up_writes_nothing_later(tls: str, native: str, m
         assert torch.equal(peer.memory(), there)
 
 
+def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The endpoints for which a function of Ucp is called from now on."""
+    calls, original = list[int](), getattr(Ucp, name)
+
+    def counted(ucp: Ucp, endpoint: int) -> int:
+        calls.append(endpoint)
+        return int(original(ucp, endpoint))
+
+    monkeypatch.setattr(Ucp, name, counted)
+    return calls
+
+
+def test_error_closes_the_endpoint_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when the link is closed: until then UCX might go on."""
+    with connected("tcp", monkeypatch, "raw") as (_, link, region, remote, runs):
+        closed = calls_of("close_endpoint", monkeypatch)
+        with pytest.raises(TransferAborted):
+            link.write(region, remote, runs, soon(), Moved(stop_after=1).progress)
+        assert len(closed) == 1
+
+
+def test_put_ends_with_one_flush_and_a_get_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says that a network card has sent is not that it has arrived."""
+    with connected("tcp", monkeypatch, "raw") as (_, link, region, remote, runs):
+        flushed = calls_of("flush", monkeypatch)
+        link.write(region, remote, runs, soon(), Moved().progress)
+        assert len(flushed) == 1
+        link.read(remote, region, runs, soon(), Moved().progress)
+        assert len(flushed) == 1
+
+
 def test_interrupt_makes_a_transfer_look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with connected("tcp", monkeypatch) as (peer, link, region, remote, runs):
         peer.stop()
         stopped = threading.Event()
-        timer = threading.Timer(0.3, lambda: (stopped.set(), link.interrupt()))
+
+        def give_up() -> None:
+            stopped.set()
+            link.interrupt()
+
+        timer = threading.Timer(0.3, give_up)
         timer.start()
         begun = time.monotonic()
         with pytest.raises(TransferAborted):
@@ -225,7 +267,7 @@ def test_peer_on_one_host_cannot_be_cut_off_and_goes_on(monkeypatch: pytest.Monk
         (-3, PeerLost),
         (ENDPOINT_FAILURES[0], PeerLost),
         (-40, PeerLost),
-        (CANCELED, TransferAborted),
+        (CANCELED, PeerLost),
         (NO_MEMORY, TransferError),
         (-22, TransferError),
     ],

@@ -13,17 +13,20 @@ from pdtx.errors import InputError, PdtxError
 
 Op = Literal["READ", "WRITE"]
 
+_PATIENCE_S = 60.0
+
 
 class _Agent(CacheMemory):
     """One side, with all of its units as one prepared list."""
 
-    def __init__(self, workload: Workload, threads: int) -> None:
+    def __init__(self, workload: Workload, threads: int, progress_thread: bool) -> None:
         super().__init__(workload)
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise InputError(f"NIXL does not load ({error}); install the extra: pip install 'pdtx[nixl]'") from None
-        self._agent = nixl_agent(f"{id(self)}-{time.monotonic_ns()}", nixl_agent_config(num_threads=threads))
+        config = nixl_agent_config(num_threads=threads, enable_prog_thread=progress_thread)
+        self._agent = nixl_agent(f"{id(self)}-{time.monotonic_ns()}", config)
         self._agent.register_memory(self._agent.get_reg_descs(self._rows(self.address, workload.pool), "DRAM"))
 
     def _rows(self, base: int, units: int) -> npt.NDArray[np.uint64]:
@@ -62,22 +65,34 @@ class _Agent(CacheMemory):
             raise PdtxError(f"NIXL ended a {op} as {state}")
         return seconds
 
-    def heard(self) -> None:
-        """Take the notification of a request off the list."""
-        self._agent.get_new_notifs()
+    def hear(self) -> None:
+        """Wait for the notification of a request; without a thread for progress, this is what makes it."""
+        limit = time.monotonic() + _PATIENCE_S
+        while not self._agent.get_new_notifs():
+            if time.monotonic() > limit:
+                raise PdtxError(f"NIXL's notification did not come within {_PATIENCE_S:g} s")
 
 
 class NixlPeer(PairPeer[_Agent]):
     """READ: the destination fetches. WRITE: the source brings. threads: those of NIXL's backend beside its own.
 
     tls: None for the fastest way that NIXL finds within the host, "tcp" for TCP on loopback, or any UCX_TLS.
+    progress_thread: NIXL's default, and vLLM's; it takes a processor core on either side whether it moves anything or
+    not. Without it the side that waits looks for the notification all the time, which lets the transfer go on.
     """
 
     def __init__(
-        self, op: Op = "WRITE", *, threads: int = 0, tls: str | None = None, workload: Workload | None = None
+        self,
+        op: Op = "WRITE",
+        *,
+        threads: int = 0,
+        tls: str | None = None,
+        progress_thread: bool = True,
+        workload: Workload | None = None,
     ) -> None:
-        name = f"NIXL {op}, {threads} threads{', ' + tls if tls else ''}"
-        self._op, self._threads = op, threads
+        without = "" if progress_thread else ", no progress thread"
+        name = f"NIXL {op}, {threads} threads{', ' + tls if tls else ''}{without}"
+        self._op, self._threads, self._progress_thread = op, threads, progress_thread
         self._environment = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
         if tls is not None:
             self._environment["UCX_TLS"] = tls
@@ -88,7 +103,8 @@ class NixlPeer(PairPeer[_Agent]):
 
     def children(self) -> Sequence[Child[_Agent]]:
         """See PairPeer."""
-        return [Child(self._environment, _Agent, self.workload, self._threads) for _ in range(2)]
+        options = self.workload, self._threads, self._progress_thread
+        return [Child(self._environment, _Agent, *options) for _ in range(2)]
 
     def connect(self, source: Child[_Agent], destination: Child[_Agent]) -> None:
         """See PairPeer."""
@@ -98,6 +114,11 @@ class NixlPeer(PairPeer[_Agent]):
     def move(self, source: Child[_Agent], destination: Child[_Agent]) -> float:
         """See PairPeer."""
         active, passive = (source, destination) if self._op == "WRITE" else (destination, source)
+        if self._progress_thread:
+            seconds = active.call(_Agent.move, self._op)
+            passive.call(_Agent.hear)
+            return seconds
+        hearing = passive.begin(_Agent.hear)
         seconds = active.call(_Agent.move, self._op)
-        passive.call(_Agent.heard)
+        hearing.result()
         return seconds

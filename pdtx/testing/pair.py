@@ -68,9 +68,14 @@ class MoverPair:
 
     def connect(self, session_id: str = "session", producer: Mover | None = None) -> Connection:
         """Let a session in, if it is new, and connect it."""
+        token = self.token(session_id)
+        return (producer or self.producer).connect(self.address, session_id, token, time.monotonic() + PATIENCE_S)
+
+    def token(self, session_id: str) -> bytes:
+        """Let a session in, if it is new; return its token."""
         token = self._tokens.setdefault(session_id, secrets.token_bytes(32))
         self.grants.add_session(session_id, token)
-        return (producer or self.producer).connect(self.address, session_id, token, time.monotonic() + PATIENCE_S)
+        return token
 
     def close(self) -> None:
         """Close both movers."""

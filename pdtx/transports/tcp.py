@@ -53,9 +53,8 @@ class TcpMover(Mover):
                 "the TCP mover needs stall_s above 0, max_payload_bytes of 0 and bounce_bytes of 1 or more"
             )
         if not 1 <= streams <= MAX_STREAMS or not 1 <= part_bytes < 1 << 32:
-            raise InputError(
-                f"{streams} streams of {part_bytes} bytes; the TCP mover has 1 to {MAX_STREAMS} of 1 to 2**32 - 1"
-            )
+            limits = f"1 to {MAX_STREAMS} streams and part_bytes of 1 to {(1 << 32) - 1}"
+            raise InputError(f"the TCP mover has {limits}, not {streams} and {part_bytes}")
         self._streams, self._part_bytes = streams, part_bytes
         self._options = ConsumerOptions(stall_s, max_payload_bytes)
         self._buffer_bytes, self._advertise_host = socket_buffer_bytes, advertise_host

@@ -245,8 +245,8 @@ class TcpConnection(Connection):
             return _Begun(handle, job)
         self._count(handle, job)
         head = bytes(job.header) + job.data
-        if handle.nbytes >= _HEADER_FIRST_BYTES and self._wire.send_at_once(straight(head, _NOTHING, _NO_SLICES)):
-            head = b""
+        if handle.nbytes >= _HEADER_FIRST_BYTES:
+            head = head[self._wire.send_some(head) :]
         payload = job.slices if job.kind is Kind.PUT else _NO_SLICES
         begun = _Begun(handle, job, straight(head, job.region, payload), head)
         if begun.cursor is not None and not self._wire.send_at_once(begun.cursor):

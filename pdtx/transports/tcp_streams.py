@@ -24,7 +24,7 @@ from pdtx.transports.wire import FOREVER, Guard, Wire
 
 MAX_STREAMS = 16
 
-PART_BYTES = 1 << 20
+PART_BYTES = 2 << 20
 """Smaller parts are not worth the hand-over between threads."""
 
 # Cuts lie where ranges of a power of two end, so that staged parts still move in large words.

@@ -128,6 +128,15 @@ class Wire:
         """Send the ranges, or what a cursor has left of them; progress is told the bytes of each step."""
         self._vectors(writev, vectors, phase, deadline, stall_s, progress, contextlib.nullcontext)
 
+    def send_some(self, data: bytes) -> int:
+        """Send what there is room for, without waiting; return how many bytes that was."""
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
+
     def send_at_once(self, cursor: IovecCursor) -> bool:
         """Send what there is room for, without waiting; True if that was all."""
         try:

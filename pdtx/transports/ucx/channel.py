@@ -101,8 +101,7 @@ class Channel:
         self._orphans.remove(request)
         status = self._ucp.request_status(request)
         self._ucp.free_request(request)
-        if status != OK:
-            raise error_of(self._ucp.error(f"finish {wait.phase}", status), self._peer)
+        self._check(status, wait)
 
     def _drain(self, poster: Poster, limit: int, wait: Wait) -> None:
         """Wait until at most limit operations are under way."""
@@ -116,14 +115,17 @@ class Channel:
 
     def _look(self, poster: Poster | None, wait: Wait) -> None:
         """Raise if there is a reason not to go on."""
-        status = (poster.error if poster is not None else OK) or self.endpoint.status
-        if status != OK:
-            raise error_of(self._ucp.error(f"finish {wait.phase}", status), self._peer)
+        self._check((poster.error if poster is not None else OK) or self.endpoint.status, wait)
         if wait.progress is not None and wait.progress.stopped:
             raise TransferAborted(f"{wait.phase} of {self._peer} was given up")
         now = time.monotonic()
         if now >= wait.deadline:
             raise DeadlineExceeded(wait.phase, self._peer, round(now - wait.begun, 3))
+
+    def _check(self, status: int, wait: Wait) -> None:
+        """Raise what a status means. What broke the endpoint says more than what that did to a request."""
+        if status != OK:
+            raise error_of(self._ucp.error(f"finish {wait.phase}", self.endpoint.status or status), self._peer)
 
     def abandon(self, error: BaseException) -> None:
         """End the connection because of error: UCX does not touch any memory for it from here on."""

@@ -1,6 +1,6 @@
 """UCX's status codes, as pdtx's errors."""
 
-from pdtx.errors import PdtxError, PeerLost, TransferAborted, TransferError
+from pdtx.errors import PdtxError, PeerLost, TransferError
 
 OK = 0
 IN_PROGRESS = 1
@@ -18,7 +18,9 @@ LINK_FAILURES = range(-59, -39)
 ENDPOINT_FAILURES = range(-89, -59)
 
 _FIRST_ERROR_POINTER = (1 << 64) - 100
+# Nobody cancels a transfer here but UCX, when an endpoint breaks.
 _LOST = {
+    CANCELED,
     IO_ERROR,
     UNREACHABLE,
     TIMED_OUT,
@@ -47,6 +49,4 @@ def error_of(error: UcsError, peer: str) -> PdtxError:
     """Return a failure of an operation with a peer as the error that it is for pdtx."""
     if error.status in _LOST:
         return PeerLost(f"{peer} is gone: {error}")
-    if error.status == CANCELED:
-        return TransferAborted(f"the transfer with {peer} was cut off: {error}")
     return TransferError(f"{error} (peer {peer})")

@@ -1,0 +1,297 @@
+"""A producer whose data connection or control channel ended: it says so, and gets another session by itself."""
+
+import logging
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from pdtx.engine import KVConsumer, KVProducer
+from pdtx.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    PdtxError,
+    PeerLost,
+    TransferAborted,
+    TransferRefused,
+)
+from pdtx.protocol import Bye, Complete, Hello
+from pdtx.testing.pair import Leaks
+from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
+from tests.engine_pair import OPEN, Pair, WrappedMover, begin, describe, make_cache, ship, wait_until
+from tests.faulty_mover import FaultyConnection, Post
+
+MOVERS = ("inproc", "tcp", "shm")
+
+
+def cut(pair: Pair) -> str:
+    """End the producer's data connection; return the session that it belonged to."""
+    assert pair.producer._route is not None
+    assert pair.producer.consumer is not None
+    pair.producer._route.connection.close()
+    return pair.producer.consumer.session_id
+
+
+def serve(pair: Pair, request_id: str = "next") -> None:
+    request = begin(pair.producer, 20, request_id)
+    ship(pair.producer, request)
+    pair.finish(pair.next_ready())
+    assert pair.producer.wait(request).text == "done"
+
+
+def session_of(pair: Pair) -> str:
+    assert pair.producer.consumer is not None
+    return pair.producer.consumer.session_id
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_a_broken_data_connection_is_replaced_with_its_session(mover: str, caplog: pytest.LogCaptureFixture) -> None:
+    leaks = Leaks()
+    with Pair(mover=mover) as pair:
+        serve(pair, "before")
+        for number in range(3):
+            before = cut(pair)
+            serve(pair, f"after-{number}")
+            assert session_of(pair) != before
+            with pytest.raises(AuthenticationFailed):
+                pair.consumer.receiver.admit(before)
+        assert len(pair.consumer._sessions) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("cannot go on with decode-" in text and "the connection was closed" in text for text in said) == 3
+    assert sum("a new session with decode-" in text for text in said) == 3
+    leaks.require_none("sessions that were replaced")
+
+
+def test_what_has_arrived_goes_on_and_what_has_not_fails() -> None:
+    with Pair(
+        make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20), mover="tcp"
+    ) as pair:  # fmt: skip
+        arrived, midway = begin(pair.producer, 20, "arrived"), begin(pair.producer, 20, "midway")
+        ship(pair.producer, arrived)
+        ready = pair.next_ready()
+        received = pair.received("midway")
+        ship(pair.producer, midway, complete=False)
+        wait_until(lambda: midway.unsent == 0, "all pieces")
+        cut(pair)
+        serve(pair)
+        assert received.error is not None
+        with pytest.raises((PeerLost, PdtxError), match="data connection"):
+            pair.producer.wait(midway)
+        pair.finish(ready)  # verified: the producer still answers for it
+        assert pair.producer.wait(arrived).text == "done"
+        serve(pair, "midway")
+
+
+def test_a_request_that_waits_for_blocks_fails_with_the_session() -> None:
+    with Pair(destination=make_cache("flashinfer_hnd", 32, num_blocks=3)) as pair:
+        going, queued = begin(pair.producer, 40, "going"), begin(pair.producer, 40, "queued")
+        pair.received("queued")
+        cut(pair)
+        serve(pair)
+        for request in (going, queued):
+            with pytest.raises(PdtxError, match="data connection"):
+                pair.producer.wait(request)
+
+
+def test_the_old_session_cannot_write_what_was_granted_to_the_new_one() -> None:
+    with Pair() as pair:
+        old = cut(pair)
+        request = begin(pair.producer, 20)
+        received = pair.received("r")
+        wait_until(lambda: request.grant is not None, "a grant")
+        key = TransferKey("r", 0, 1, 0, 20)
+        with pytest.raises(TransferRefused, match="was not granted"):
+            pair.consumer.receiver.place(old, key)
+        placement = pair.consumer.receiver.place(received.session.session_id, key)
+        assert placement.deadline == received.deadline
+        pair.consumer.receiver.closed(old, "it ended only now")
+        assert received.error is None
+        pair.consumer.receiver.placed(received.session.session_id, key, 0, TransferAborted("enough"))
+
+
+def test_a_payload_is_not_placed_twice_while_the_first_is_written() -> None:
+    """A request of the same name, begun after the first one has failed, waits its turn."""
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+        received = pair.received("r")
+        wait_until(lambda: request.grant is not None, "a grant")
+        session_id, key = received.session.session_id, TransferKey("r", 0, 1, 0, 20)
+        pair.consumer.receiver.place(session_id, key)
+        pair.producer.fail(request, TransferAborted("enough"))
+        wait_until(lambda: received.error is not None, "the consumer to learn of it")
+        again = begin(pair.producer, 20)
+        wait_until(lambda: again.grant is not None, "a grant")
+        with pytest.raises(TransferRefused, match="is still being received"):
+            pair.consumer.receiver.place(session_id, key)
+        pair.consumer.receiver.placed(session_id, key, 0, TransferAborted("enough"))
+        ship(pair.producer, again)
+        pair.finish(pair.next_ready())
+
+
+@pytest.mark.parametrize("mover", ["inproc", "tcp"])
+def test_a_lost_control_channel_is_dialled_again(mover: str) -> None:
+    leaks = Leaks()
+    with Pair(mover=mover) as pair:
+        request = begin(pair.producer, 20)
+        received, listener = pair.received("r"), pair.consumer._listener
+        assert listener is not None
+        listener.send(received.session.peer, Bye(reason="nothing heard for 5 s"))
+        with pytest.raises(PeerLost, match="lost decode-.*: closed: nothing heard for 5 s"):
+            pair.producer.wait(request)
+        serve(pair)
+    leaks.require_none("a control channel that was dialled again")
+
+
+def test_another_consumer_at_the_address_is_greeted_as_such() -> None:
+    with Pair(mover="tcp") as pair:
+        serve(pair)
+        pair.consumer.close()
+        wait_until(lambda: pair.producer._lost is not None, "the loss")
+        pair.consumer = KVConsumer(pair.destinations, describe(pair.destinations), make_mover("tcp"), verify=True)
+        pair.consumer.listen(pair.address, security=OPEN)
+        serve(pair)
+        assert pair.producer.peer == pair.consumer.engine_id
+
+
+def test_another_consumer_that_does_not_fit_ends_it_for_good() -> None:
+    with Pair(mover="tcp") as pair:
+        pair.consumer.close()
+        wait_until(lambda: pair.producer._lost is not None, "the loss")
+        description = describe(pair.destinations, "other weights")
+        pair.consumer = KVConsumer(pair.destinations, description, make_mover("tcp"), verify=True)
+        pair.consumer.listen(pair.address, security=OPEN)
+        for _ in range(2):
+            with pytest.raises(PeerLost, match=r"lost decode-.*; a new session cannot be had: .*fingerprint is same"):
+                begin(pair.producer, 20)
+
+
+def test_a_consumer_that_is_gone_ends_it_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdtx.engine.producer._ATTEMPT_S", 0.3)
+    with Pair(mover="tcp") as pair:
+        pair.consumer.close()
+        wait_until(lambda: pair.producer._lost is not None, "the loss")
+        with pytest.raises(PeerLost, match=r"lost decode-.*; a new session cannot be had: nobody answers at"):
+            begin(pair.producer, 20)
+        begun = time.monotonic()
+        for number in range(100):
+            with pytest.raises(PeerLost, match="nobody answers"):
+                begin(pair.producer, 20, f"r{number}")
+        assert time.monotonic() - begun < 1.0
+
+
+class Deaf:
+    """A consumer that does not hear the first hellos."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int) -> None:
+        self.hellos, self._count, self._real = 0, count, KVConsumer._on_hello
+        patch.setattr(KVConsumer, "_on_hello", lambda *call: self.hear(*call))
+        patch.setattr("pdtx.engine.producer._ATTEMPT_S", 0.3)
+
+    def hear(self, consumer: KVConsumer, peer: bytes, hello: Hello) -> None:
+        self.hellos += 1
+        if self.hellos > self._count:
+            self._real(consumer, peer, hello)
+
+
+def test_a_consumer_that_is_silent_for_a_while_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(mover="tcp") as pair:
+        deaf = Deaf(monkeypatch, 2)
+        cut(pair)
+        serve(pair)
+        assert deaf.hellos == 3
+
+
+def test_no_new_session_by_the_deadline_fails_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(mover="tcp") as pair:
+        deaf = Deaf(monkeypatch, 10**6)
+        cut(pair)
+        begun = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"waiting for a new session from decode-.*the handshake's answer"):
+            begin(pair.producer, 20, timeout_s=0.8)
+        assert 0.7 < time.monotonic() - begun < 1.6
+        deaf.hellos = 10**7
+        serve(pair)
+
+
+def test_closing_does_not_wait_for_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(mover="tcp") as pair:
+        deaf = Deaf(monkeypatch, 10**6)
+        cut(pair)
+        errors = list[PdtxError]()
+
+        def try_to_begin() -> None:
+            try:
+                begin(pair.producer, 20)
+            except PdtxError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=try_to_begin)
+        thread.start()
+        wait_until(lambda: deaf.hellos > 0, "a hello")
+        begun = time.monotonic()
+        pair.producer.close()
+        thread.join()
+        assert time.monotonic() - begun < 3.0
+        assert [type(error) for error in errors] == [PeerLost]
+        assert "the producer was closed" in str(errors[0])
+
+
+def test_the_path_is_required_of_every_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(mover="tcp") as pair:
+        pair.producer._require = "rdma"
+        cut(pair)
+        with pytest.raises(PeerLost, match="a new session cannot be had: rdma is required"):
+            begin(pair.producer, 20)
+
+
+def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break() -> None:
+    """The next request must not be the one that finds out."""
+    connections = list[FaultyConnection]()
+
+    def breaks_late(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
+        if key.request_id != "cut":
+            return post()
+        idle.finish(DeadlineExceeded("room to send", "the consumer", 1.0))
+        if key.layer_start == 0:
+            threading.Timer(0.2, connections[0].close).start()
+        return idle
+
+    def wrap(inner: Connection) -> Connection:
+        connections.append(FaultyConnection(inner, breaks_late, []))
+        return connections[-1]
+
+    with Pair(wrap=partial(WrappedMover, wrap=wrap)) as pair:
+        request = begin(pair.producer, 20, "cut")
+        ship(pair.producer, request)
+        with pytest.raises(DeadlineExceeded, match="room to send"):
+            pair.producer.wait(request)
+        serve(pair)
+        assert len(connections) == 2
+
+
+def test_pieces_that_come_after_the_end_cost_no_blocks() -> None:
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+        wait_until(lambda: request.grant is not None, "a grant")
+        route = pair.producer._route
+        assert route is not None
+        route.shipper.close()
+        ship(pair.producer, request)
+        with pytest.raises(TransferAborted, match="the session in which it was to be shipped has ended"):
+            pair.producer.wait(request)
+        route.connection.close()
+        serve(pair)
+
+
+def test_a_completion_is_for_the_peers_request_whatever_its_session() -> None:
+    """A peer's word counts for its own requests only."""
+    with Pair(destination=make_cache("flashinfer_hnd", 32, num_blocks=20)) as pair:
+        second: KVProducer = pair.connect()
+        mine = begin(pair.producer, 20, "mine")
+        received = pair.received("mine")
+        second._send(Complete(request_id="mine", first_token=1, num_tokens=20, nbytes=0))
+        serve(pair)
+        assert received.error is None
+        ship(pair.producer, mine)
+        pair.finish(pair.next_ready())

@@ -1,0 +1,249 @@
+"""Several sockets as one connection: which belong together, what is cut over them, and how they end."""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pdtx.errors import InputError, PeerLost, PeerUnreachable, TransferError
+from pdtx.plan import Runs, Slices
+from pdtx.testing import Gate, GrantingReceiver, MoverPair
+from pdtx.testing.contract import Subject, require_works
+from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey
+from pdtx.transports import tcp_consumer as consumer_module
+from pdtx.transports.tcp import TcpMover
+from pdtx.transports.tcp_frames import Header, Kind
+from pdtx.transports.tcp_producer import TcpConnection
+from pdtx.transports.tcp_streams import MAX_STREAMS, PART_BYTES, READY, Join, cut
+from tests.tcp_clients import inbound_threads, stream_client, wait_until
+
+KEY = TransferKey("request", 0, 1, 0, 16)
+ID = b"c" * 16
+
+
+def three() -> TcpMover:
+    return TcpMover(streams=3, part_bytes=1000)
+
+
+def region_of(nbytes: int, fill: int = 0) -> Region:
+    return Region(torch.full((nbytes,), fill, dtype=torch.uint8))
+
+
+def whole(nbytes: int) -> Slices:
+    return Slices(np.array([0]), np.array([nbytes]))
+
+
+def put(pair: MoverPair, connection: Connection, there: Region, nbytes: int) -> TransferHandle:
+    runs = Runs(np.array([0]), np.array([0]), np.array([nbytes]))
+    pair.grants.grant("session", KEY, Placement(there, runs.destination()))
+    return connection.put(KEY, region_of(nbytes, 7), runs, time.monotonic() + 10)
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part_bytes", [1, 100, PART_BYTES])
+@pytest.mark.parametrize("streams", [1, 2, 3, MAX_STREAMS])
+@pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 1 << 20, (64 << 20) + 17])
+def test_parts_cover_the_payload_and_are_about_equal(nbytes: int, streams: int, part_bytes: int) -> None:
+    edges = cut(nbytes, streams, part_bytes)
+    sizes = np.diff(edges)
+    assert edges[0] == 0
+    assert edges[-1] == nbytes
+    assert 1 <= len(sizes) <= streams
+    if len(sizes) > 1:
+        # A cut is moved by less than the alignment, and there are two to a part.
+        slack = 1 if part_bytes < 64 << 10 else 64 << 10
+        assert sizes.min() > min(part_bytes, nbytes // streams) - slack
+        assert sizes.max() - sizes.min() <= 2 * slack
+
+
+def test_small_payloads_are_not_cut() -> None:
+    assert cut(2 * PART_BYTES - 1, 4, PART_BYTES) == [0, 2 * PART_BYTES - 1]
+    assert len(cut(4 * PART_BYTES, 4, PART_BYTES)) == 5
+
+
+@pytest.mark.parametrize("options", [{"streams": 0}, {"streams": MAX_STREAMS + 1}, {"streams": 2, "part_bytes": 0}])
+def test_impossible_numbers_of_streams(options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="1 to 16 streams"):
+        TcpMover(**options)  # type: ignore[arg-type]
+
+
+def test_the_connecting_side_chooses_and_the_path_says_so() -> None:
+    with MoverPair(TcpMover) as pair:
+        producer = three()
+        try:
+            connection = pair.connect("session", producer)
+            assert str(connection.path).endswith(f" -> {pair.address}, 3 streams)")
+            require_works(pair, connection)
+        finally:
+            producer.close()
+
+
+# -- coming about ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hasty_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[MoverPair]:
+    monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 0.5)
+    with MoverPair(TcpMover) as pair:
+        yield pair
+
+
+def require_shut(sock: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "joins",
+    [
+        [("one", Join(ID, 0, 2))],
+        [("one", Join(ID, 1, 2))],
+        [("one", Join(ID, 0, 2)), ("other", Join(ID, 1, 2))],
+        [("one", Join(ID, 0, 2)), ("one", Join(b"d" * 16, 1, 2))],
+        [("one", Join(ID, 0, 2)), ("one", Join(ID, 1, 3))],
+        [("one", Join(ID, 0, 2)), ("one", Join(ID, 1, 2, part_bytes=5))],
+        [("one", Join(ID, 0, 2)), ("one", Join(ID, 0, 2))],
+    ],
+    ids=["no second", "no first", "of another session", "another id", "of more", "cut otherwise", "one twice"],
+)
+def test_streams_that_do_not_belong_together_come_to_nothing(
+    joins: list[tuple[str, Join]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hasty_pair(monkeypatch) as pair, ExitStack() as stack:
+        socks = [stack.enter_context(stream_client(pair, join.pack(), session)) for session, join in joins]
+        for sock in socks:
+            require_shut(sock)
+        wait_until("their threads end", lambda: inbound_threads() == 0)
+        require_works(pair, pair.connect())
+        assert not [session for session, _ in pair.grants.ended if session != "session"]
+
+
+@pytest.mark.parametrize(
+    "frame", [b"x" * 26, Join(ID, 2, 2).pack(), Join(ID, 0, 0).pack(), Join(ID, 0, 17).pack(), Join(ID, 0, 1, 0).pack()]
+)
+def test_a_malformed_name_of_a_stream(frame: bytes) -> None:
+    with MoverPair(TcpMover) as pair, stream_client(pair, frame) as sock:
+        require_shut(sock)
+        require_works(pair, pair.connect())
+
+
+def test_a_consumer_closes_while_streams_are_missing() -> None:
+    with MoverPair(TcpMover) as pair, stream_client(pair, Join(ID, 0, 2).pack()) as sock:
+        wait_until("the stream is there", lambda: inbound_threads() == 1)
+        begun = time.monotonic()
+        pair.consumer.close()
+        assert time.monotonic() - begun < 0.7
+        require_shut(sock)
+        assert inbound_threads() == 0
+
+
+def test_connect_fails_in_time_when_a_stream_gets_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 0.3)
+    pack = Join.pack
+    monkeypatch.setattr(Join, "pack", lambda join: pack(replace(join, index=0)))
+    with MoverPair(lambda: TcpMover(streams=2)) as pair:
+        with pytest.raises(PeerUnreachable, match=pair.address):
+            pair.connect()
+        wait_until("the consumer's threads end", lambda: inbound_threads() == 0)
+
+
+# -- moving ------------------------------------------------------------------------------------------------------------
+
+
+def test_placed_comes_once_when_every_part_is_there() -> None:
+    with MoverPair(TcpMover) as pair, ExitStack() as stack:
+        first, second = (
+            stack.enter_context(stream_client(pair, Join(ID, index, 2, part_bytes=10).pack())) for index in range(2)
+        )
+        assert first.recv(1) == READY
+        there = region_of(100)
+        pair.grants.grant("hostile", KEY, Placement(there, whole(100)))
+        second.sendall(b"b" * 20)
+        first.sendall(Header(Kind.PUT, 0, 100, KEY).pack() + b"a" * 50)
+        wait_until("what was sent is there", lambda: int(there.memory[69]) == ord("b") and int(there.memory[49]) != 0)
+        assert not pair.grants.heard
+        second.sendall(b"c" * 30)
+        pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the payload")
+        (heard,) = pair.grants.heard
+        assert heard.error is None
+        assert heard.nbytes == 100
+        assert bytes(there.memory.numpy()) == b"a" * 50 + b"b" * 20 + b"c" * 30
+
+
+def lose_first(connection: TcpConnection) -> None:
+    connection._wires[0].shutdown()
+
+
+def lose_last(connection: TcpConnection) -> None:
+    connection._wires[-1].shutdown()
+
+
+@pytest.mark.parametrize("lose", [lose_first, lose_last])
+def test_the_loss_of_one_idle_stream_ends_the_connection(lose: Callable[[TcpConnection], None]) -> None:
+    with MoverPair(three) as pair:
+        connection = pair.connect()
+        assert isinstance(connection, TcpConnection)
+        require_works(pair, connection)
+        lose(connection)
+        pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
+        with pytest.raises(PeerLost, match=pair.address):
+            put(pair, connection, region_of(5000), 5000).wait()
+        wait_until("the consumer's threads end", lambda: inbound_threads() == 0)
+        require_works(pair, pair.connect("another"), "another")
+
+
+@pytest.mark.parametrize("lose", [lose_first, lose_last])
+def test_the_loss_of_one_stream_in_the_middle_of_a_payload(lose: Callable[[TcpConnection], None]) -> None:
+    gate, nbytes = Gate(), 64 << 20
+    grants = GrantingReceiver()
+    subject = Subject(lambda: TcpMover(streams=3))
+    with subject.faulty_pair(grants, before_place=lambda _: gate.hold()) as pair:
+        connection = pair.connect()
+        assert isinstance(connection, TcpConnection)
+        handle = put(pair, connection, region_of(nbytes), nbytes)
+        gate.wait_reached()
+        wait_until("the streams are full", lambda: handle.moved > 1 << 20)
+        lose(connection)
+        with pytest.raises(PeerLost, match=pair.address):
+            handle.wait()
+        gate.open()
+        grants.wait_for(lambda: bool(grants.ended), "the end of the session")
+        (heard,) = grants.heard
+        assert heard.error is not None
+        assert heard.nbytes < nbytes
+
+
+def test_a_refused_payload_is_thrown_away_on_every_stream() -> None:
+    with MoverPair(three) as pair:
+        connection, runs = pair.connect(), Runs(np.array([0]), np.array([0]), np.array([1 << 20]))
+        for _ in range(3):
+            with pytest.raises(TransferError, match="nothing was granted"):
+                connection.put(KEY, region_of(1 << 20), runs, time.monotonic() + 10).wait()
+        require_works(pair, connection)
+
+
+def test_closing_leaves_no_threads_of_streams() -> None:
+    before = set(threading.enumerate())
+    with MoverPair(lambda: TcpMover(streams=4)) as pair:
+        connection = pair.connect()
+        require_works(pair, connection)
+        connection.close()
+        wait_until("the consumer's threads end", lambda: inbound_threads() == 0)
+    assert not [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+def test_many_streams_and_many_connections() -> None:
+    token = secrets.token_bytes(8)
+    with MoverPair(lambda: TcpMover(streams=MAX_STREAMS, part_bytes=64)) as pair:
+        connections = [pair.connect(f"session-{number}-{token.hex()}") for number in range(4)]
+        for number, connection in enumerate(connections):
+            require_works(pair, connection, f"session-{number}-{token.hex()}")
