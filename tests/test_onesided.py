@@ -496,3 +496,47 @@ def test_states_of_what_was_asked_for_ahead() -> None:
             handle.wait()
         pair.grants.wait_for(lambda: len(pair.grants.heard) == 4, "the end of all")
         assert [heard.error is None for heard in pair.grants.heard] == [True, False, True, True]
+
+
+def _signal_first(call: Callable[..., None], begun: threading.Event) -> Callable[..., None]:
+    def signalled(*arguments: object) -> None:
+        begun.set()
+        call(*arguments)
+
+    return signalled
+
+
+def test_a_consumer_that_closes_waits_for_the_writer_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot be cut off finishes what it has begun: until then the memory is not given away."""
+    with MoverPair(PushingMover) as pair:
+        connection = pair.connect()
+        link = _producer_link(pair)
+        stopped = list[float]()
+        inner = link.write
+
+        def write(*arguments: object) -> None:
+            try:
+                inner(*arguments)  # type: ignore[arg-type]
+            finally:
+                time.sleep(0.3)
+                stopped.append(time.monotonic())
+
+        monkeypatch.setattr(link, "write", write)
+        link.slow_s = 30.0
+        heard = list[float]()
+        placed = pair.grants.placed
+
+        def note(*arguments: object) -> None:
+            heard.append(time.monotonic())
+            placed(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(pair.grants, "placed", note)
+        begun = threading.Event()
+        monkeypatch.setattr(link, "_move", _signal_first(link._move, begun))
+        handle = _start(pair, connection, Scene())
+        assert begun.wait(5)
+        pair.consumer.close()
+        with pytest.raises(PeerLost):
+            handle.wait()
+        assert stopped
+        assert heard >= stopped

@@ -27,9 +27,9 @@ from pdtx.errors import (
 from pdtx.plan import Runs, Slices
 from pdtx.testing import Gate, GrantingReceiver, MoverPair, Scene
 from pdtx.testing.contract import require_works, start
+from pdtx.testing.jobs import Job
 from pdtx.testing.open_receiver import HELD, STRAIGHT, key_of, runs_of
 from pdtx.testing.pair import open_descriptors
-from pdtx.testing.peer_process import Job
 from pdtx.testing.peers import PeerProcess
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey, TransferState
 from pdtx.transports import listener as listener_module

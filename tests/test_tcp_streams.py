@@ -127,6 +127,20 @@ def test_streams_that_do_not_belong_together_come_to_nothing(
         assert not [session for session, _ in pair.grants.ended if session != "session"]
 
 
+def test_a_stream_that_comes_twice_is_refused_and_the_connection_still_comes_about() -> None:
+    with MoverPair(TcpMover) as pair, ExitStack() as stack:
+        begun = time.monotonic()
+        first, twice, second = (
+            stack.enter_context(stream_client(pair, Join(ID, index, 2).pack())) for index in (0, 0, 1)
+        )
+        require_shut(twice)
+        assert first.recv(1) == READY
+        second.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            second.recv(1)
+        assert time.monotonic() - begun < 3, "it was refused only because time was over"
+
+
 @pytest.mark.parametrize(
     "frame", [b"x" * 26, Join(ID, 2, 2).pack(), Join(ID, 0, 0).pack(), Join(ID, 0, 17).pack(), Join(ID, 0, 1, 0).pack()]
 )
@@ -220,6 +234,23 @@ def test_the_loss_of_one_stream_in_the_middle_of_a_payload(lose: Callable[[TcpCo
         (heard,) = grants.heard
         assert heard.error is not None
         assert heard.nbytes < nbytes
+
+
+def test_the_consumer_notices_the_loss_of_one_stream_while_another_stalls() -> None:
+    with MoverPair(TcpMover) as pair, ExitStack() as stack:
+        first, second = (
+            stack.enter_context(stream_client(pair, Join(ID, index, 2, part_bytes=10).pack())) for index in range(2)
+        )
+        assert first.recv(1) == READY
+        pair.grants.grant("hostile", KEY, Placement(region_of(100), whole(100)))
+        first.sendall(Header(Kind.PUT, 0, 100, KEY).pack() + b"a" * 20)
+        second.sendall(b"b" * 20)
+        begun = time.monotonic()
+        second.close()
+        pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
+        assert time.monotonic() - begun < 2
+        (heard,) = pair.grants.heard
+        assert isinstance(heard.error, PeerLost)
 
 
 def test_a_refused_payload_is_thrown_away_on_every_stream() -> None:

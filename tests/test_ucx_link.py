@@ -433,6 +433,16 @@ def test_two_hundred_links_leave_nothing(runtime: str, tls: str, monkeypatch: py
         assert resident() - memory < 8 << 20
 
 
+def test_fabric_that_is_closed() -> None:
+    usable_runtime("raw")
+    with ucx_fabric(runtime="raw") as fabric:
+        fabric.close()
+        with pytest.raises(TransferError, match="closed"):
+            fabric.register(Region(pattern(4096, 1)))
+        with pytest.raises(TransferError, match="closed"):
+            fabric.link(-1)
+
+
 def test_fabric_with_an_open_link_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """To destroy what a thread may be using would bring the process down."""
     usable_runtime("raw")
@@ -442,5 +452,3 @@ def test_fabric_with_an_open_link_is_left_alone(caplog: pytest.LogCaptureFixture
     fabric.close()
     assert "1 connections of UCX" in caplog.text
     link.close()
-    with pytest.raises(TransferError, match="closed"):
-        fabric.link(-1)

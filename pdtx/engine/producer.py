@@ -179,7 +179,7 @@ class KVProducer:
                     raise DeadlineExceeded("a new session", self.peer, waited, str(error)) from None
                 time.sleep(_PAUSE_S)
             except PdtxError as error:
-                self._over = self._lost = PeerLost(f"{problem}; a new session cannot be had: {error}")
+                self._over = self._lost = PeerLost(f"{problem}; a new session with {self.peer} cannot be had: {error}")
                 raise self._over from None
         if old is not None:
             old.shipper.close()

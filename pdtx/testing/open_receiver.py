@@ -36,10 +36,18 @@ class OpenReceiver:
     def __init__(self, region: Region, token: bytes, grant_s: float = 60.0) -> None:
         self._region, self._token, self._grant_s = region, token, grant_s
         self._changed = threading.Condition()
-        self._released = threading.Event()
+        self._released, self._holding, self._held = threading.Event(), False, threading.Event()
         self._shut = set[str]()
         self.open, self.ended, self.failed = Counter[str](), Counter[str](), Counter[str]()
         self.closed_sessions = list[str]()
+
+    def hold(self) -> None:
+        """Serve nothing more until release()."""
+        self._holding = True
+
+    def wait_until_held(self, timeout_s: float) -> bool:
+        """Wait until something is held."""
+        return self._held.wait(timeout_s)
 
     def release(self) -> None:
         """Serve what is held."""
@@ -73,7 +81,8 @@ class OpenReceiver:
 
     def place(self, session_id: str, key: TransferKey) -> Placement:
         """See Receiver."""
-        if key.layer_start == HELD:
+        if key.layer_start == HELD or self._holding:
+            self._held.set()
             self._released.wait(60)
         with self._changed:
             if session_id in self._shut:

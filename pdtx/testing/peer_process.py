@@ -15,55 +15,36 @@ import torch
 
 from pdtx.cache.memory import allocate
 from pdtx.errors import PdtxError
+from pdtx.testing.jobs import Job
 from pdtx.testing.open_receiver import OpenReceiver, key_of, runs_of
 from pdtx.transports import Connection, Mover, Region, TransferHandle, make_mover
 
-Option = bool | int | float | str | None
-
 _WINDOW = 4
+_PIECES = 2
 _PATIENCE_S = 60.0
 
 
-class Job(msgspec.Struct, forbid_unknown_fields=True):
-    """What a peer process is to do.
-
-    mover, options: for make_mover(). address: to listen at, or to connect to. token: of every session.
-    session_id: a producer's. nbytes: of its memory, all of which is filled with the byte fill.
-    shared: see pdtx.cache.memory.allocate.
-    """
-
-    mover: str
-    options: dict[str, Option]
-    producer: bool
-    address: str
-    token: bytes
-    nbytes: int
-    fill: int
-    session_id: str = "peer"
-    shared: bool = False
-
-
-def _work(connection: Connection, region: Region, ready: threading.Event) -> None:
+def _work(connection: Connection, region: Region, job: Job, ready: threading.Event) -> None:
     """Put and get pieces of the memory in turns, to and from the same place of the consumer's."""
+    moves = [*([connection.put] if job.puts else []), *([connection.get] if job.gets else [])]
     window = deque[TransferHandle]()
-    piece = region.nbytes // 8
+    piece = region.nbytes // _PIECES
     for number in itertools.count():
-        start = number % 8 * piece
+        start = number % _PIECES * piece
         key, runs, deadline = (
             key_of(start, start + piece),
             runs_of(start, start + piece),
             time.monotonic() + _PATIENCE_S,
         )
-        move = connection.put if number % 2 else connection.get
-        window.append(move(key, region, runs, deadline))
+        window.append(moves[number % len(moves)](key, region, runs, deadline))
         if len(window) == _WINDOW:
             window.popleft().wait()
             ready.set()
 
 
-def _work_until_it_fails(connection: Connection, region: Region, ready: threading.Event) -> None:
+def _work_until_it_fails(connection: Connection, region: Region, job: Job, ready: threading.Event) -> None:
     try:
-        _work(connection, region, ready)
+        _work(connection, region, job, ready)
     except PdtxError as error:
         sys.stderr.write(f"the producer stops: {error}\n")
 
@@ -74,7 +55,7 @@ def _begin(mover: Mover, job: Job, region: Region) -> str:
         return mover.listen(job.address, OpenReceiver(region, job.token))
     connection = mover.connect(job.address, job.session_id, job.token, time.monotonic() + _PATIENCE_S)
     ready = threading.Event()
-    threading.Thread(target=_work_until_it_fails, args=(connection, region, ready), daemon=True).start()
+    threading.Thread(target=_work_until_it_fails, args=(connection, region, job, ready), daemon=True).start()
     ready.wait(_PATIENCE_S)
     return "ready"
 

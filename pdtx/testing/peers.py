@@ -11,7 +11,7 @@ from types import TracebackType
 import msgspec
 
 from pdtx.errors import DeadlineExceeded, PeerLost
-from pdtx.testing.peer_process import Job
+from pdtx.testing.jobs import Job
 
 _START_S = 60.0
 _END_S = 5.0

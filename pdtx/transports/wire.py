@@ -217,6 +217,17 @@ class Wire:
             raise ProtocolError(f"{self.peer} sent {len(received)} descriptors instead of {count}")
         return tuple(received)
 
+    def finish_sending(self) -> None:
+        """Tell the peer that nothing more comes from here; it can still be received from."""
+        with self._lock, contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def wait_for_hang_up(self, timeout_s: float) -> bool:
+        """Wait until the peer has ended the connection; whether it has."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        return bool(poll.poll(int(timeout_s * 1000)))
+
     def hung_up(self) -> bool:
         """Return whether the peer has ended the connection, or this side has."""
         poll = select.poll()

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from pdtx.cache.memory import allocate
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost
 from pdtx.testing.contract.subject import Subject, soon
+from pdtx.testing.jobs import Job, Option
 from pdtx.testing.open_receiver import HELD, STRAIGHT, OpenReceiver, key_of, runs_of
 from pdtx.testing.pair import require, require_error
-from pdtx.testing.peer_process import Job, Option
 from pdtx.testing.peers import PeerProcess
 from pdtx.transports import Connection, Mover, Region, TransferHandle, TransferState
 
@@ -102,6 +103,7 @@ def check_killed_consumer(subject: Subject) -> None:
             peer.kill()
             _require_lost(handles, address)
             _require_lost([_put(connection, region, soon())], address)
+            require(connection.ended is not None, "a connection to a killed peer does not say that it has ended")
         with _consumer(subject, address) as peer:
             require(peer.said == address, f"a consumer restarted at {address} listens at {peer.said}")
             connection = _connect(mover, address)
@@ -163,13 +165,16 @@ def check_stopped_consumer(subject: Subject) -> None:
 
 
 @contextlib.contextmanager
-def _served(subject: Subject, grant_s: float) -> Iterator[tuple[OpenReceiver, Region, str, PeerProcess]]:
+def _served(
+    subject: Subject, grant_s: float, *, puts: bool = True, gets: bool = True
+) -> Iterator[tuple[OpenReceiver, Region, str, PeerProcess]]:
     """A consumer here, and a producer in a process of its own that keeps it busy."""
     with _made(subject) as mover:
         region = _memory(shared=subject.shared)
         receiver = OpenReceiver(region, _TOKEN, grant_s)
         address = mover.listen(subject.listen_at, receiver)
-        with PeerProcess(_job(subject, address, producer=True)) as peer:
+        job = msgspec.structs.replace(_job(subject, address, producer=True), puts=puts, gets=gets)
+        with PeerProcess(job) as peer:
             require(receiver.wait_for_end("peer", 16, 10.0), "a producer in a process of its own got nowhere")
             yield receiver, region, address, peer
 
@@ -195,15 +200,21 @@ def check_killed_producer(subject: Subject) -> None:
 
 def check_stopped_producer(subject: Subject) -> None:
     """When the producer is stopped its transfers end at the grants' deadline; it writes nothing when it goes on."""
-    with _served(subject, grant_s=1.0) as (receiver, region, address, peer):
-        peer.stop()
-        receiver.shut("peer")
-        idle = receiver.wait_until_idle("peer", 3.0)
-        require(idle, f"{receiver.open['peer']} transfers of a stopped producer were open long after their deadline")
-        _require_serves(subject, address)
-        still = _Still.of(region)
-        peer.resume()
-        still.require("by a producer that went on after its transfers had ended")
+    for puts in (True, False):
+        with _served(subject, grant_s=1.0, puts=puts, gets=not puts) as (receiver, region, address, peer):
+            # Stopped while the receiver finds the place: not even a small part can have moved.
+            receiver.hold()
+            require(receiver.wait_until_held(5.0), "a producer in a process of its own stopped working")
+            peer.stop()
+            receiver.release()
+            receiver.shut("peer")
+            idle = receiver.wait_until_idle("peer", 3.0)
+            what = f"{receiver.open['peer']} {'puts' if puts else 'gets'}"
+            require(idle, f"{what} of a stopped producer were open long after their deadline")
+            _require_serves(subject, address)
+            still = _Still.of(region)
+            peer.resume()
+            still.require("by a producer that went on after its transfers had ended")
 
 
 FAULTS: tuple[Callable[[Subject], None], ...] = (

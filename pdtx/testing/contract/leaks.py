@@ -20,6 +20,8 @@ def check_addresses(subject: Subject) -> None:
         finally:
             rival.close()
         address = pair.address
+        # Who closes first is left with the connections' remains.
+        pair.consumer.close()
     again = replace(subject, listen_at=address)
     with again.pair() as pair:
         require(pair.address == address, f"listening at {address} was advertised as {pair.address}")

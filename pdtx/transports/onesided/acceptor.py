@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _REST_S = 30.0
+_STOP_S = 1.0
+"""What a peer that is writing gets to stop, when this side ends the connection: it hangs up when it has."""
+
 _MAX_OPEN = 1024
 """Transfers that a peer may have asked for and not ended."""
 
@@ -75,7 +79,11 @@ class Inbound:
     def stop(self, reason: str) -> None:
         """Make serve() return soon."""
         self._stopped = self._stopped or reason
-        self._wire.shutdown()
+        if self._proven:
+            # Not both ways: when the peer hangs up tells when it has stopped writing.
+            self._wire.finish_sending()
+        else:
+            self._wire.shutdown()
 
     def serve(self) -> None:
         """Shake hands, then answer to the end of the connection."""
@@ -92,11 +100,14 @@ class Inbound:
             serving = Serving(session_id, self._receiver, self._stream, link, self._fabric.pulls)
             try:
                 join(link, self._stream, deadline)
-                serving.run()
+                serving.run(lambda: self._stopped is not None)
             except PdtxError as error:
                 reason = str(error)
             finally:
-                # First for the peer, at once: the receiver may take its time.
+                # First tell the peer, at once: the receiver may take its time.
+                self._wire.finish_sending()
+                if serving.is_written_to:
+                    self._wire.wait_for_hang_up(_STOP_S)
                 self._wire.shutdown()
                 # Only with the link gone can nobody write into what was placed.
                 link.close()
@@ -118,9 +129,9 @@ class Serving:
         self._sequence = 0
         self._warned = False
 
-    def run(self) -> None:
-        """Answer until the connection ends. Raises what ended it."""
-        while True:
+    def run(self, is_stopped: Callable[[], bool]) -> None:
+        """Answer until the connection ends, or is_stopped at the next tick. Raises what ended it."""
+        while not is_stopped():
             self._check_deadlines()
             if not self._link.wait_readable(self._stream.wire.fileno(), _TICK_S):
                 continue
@@ -128,6 +139,11 @@ class Serving:
             message = self._stream.receive(rest)
             if not self._opened.accept(message, rest):
                 self._answer(message)
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether the peer may be writing into what was placed."""
+        return not self._pulls and any(not transfer.is_get for transfer in self._open.values())
 
     def abandon(self, error: PdtxError) -> None:
         """Tell the receiver that nothing more comes of what is open; the link is closed."""

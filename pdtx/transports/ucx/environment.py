@@ -23,8 +23,13 @@ def prepare() -> None:
 def set_default(name: str, value: str) -> None:
     """Set what the user has not set, and remember that."""
     if name not in os.environ:
-        os.environ[name] = value
-        _set_here.add(name)
+        set_value(name, value)
+
+
+def set_value(name: str, value: str) -> None:
+    """Set what an option of pdtx's asks for, and remember that."""
+    os.environ[name] = value
+    _set_here.add(name)
 
 
 def knobs() -> dict[str, str]:

@@ -29,11 +29,14 @@ class Memory:
         self._ucp, self._context = ucp, context
         self._lock = threading.Lock()
         self._registered = dict[tuple[int, int], Registered]()
+        self._closed = False
 
     def register(self, region: Region) -> Registered:
         """Register a region, unless one of the same place and size is. Raises TransferError."""
         place = region.address, region.nbytes
         with self._lock:
+            if self._closed:
+                raise TransferError("this UCX engine is closed")
             if place not in self._registered:
                 self._registered[place] = self._register(region)
             return self._registered[place]
@@ -54,6 +57,7 @@ class Memory:
     def close(self) -> None:
         """Give all of it back; nothing uses it any more. Idempotent."""
         with self._lock, self._context.lock:
+            self._closed = True
             for registered in self._registered.values():
                 self._ucp.unmap_memory(self._context.handle, registered.handle)
             self._registered.clear()

@@ -1,13 +1,12 @@
 """UCX's objects made and ended by ucxx (packages ucxx-cu12 and ucxx-cu13, or conda's)."""
 
-import os
 import sys
 from importlib import import_module
 from types import ModuleType
 
 from pdtx.errors import InputError
 from pdtx.transports.ucx import library
-from pdtx.transports.ucx.environment import set_default
+from pdtx.transports.ucx.environment import set_default, set_value
 from pdtx.transports.ucx.library import loaded_by
 from pdtx.transports.ucx.libucp import Ucp
 from pdtx.transports.ucx.runtime import Context, Endpoint, Runtime, Worker
@@ -37,7 +36,7 @@ class UcxxRuntime(Runtime):
 def _import(choice: str | None) -> ModuleType:
     """Import ucxx's lower layer, with the library that was chosen."""
     if choice is not None and "ucxx" not in sys.modules:
-        os.environ[_PREFER_SYSTEM] = "true" if choice == library.SYSTEM else "false"
+        set_value(_PREFER_SYSTEM, "true" if choice == library.SYSTEM else "false")
     # ucxx sets it too, but after it has loaded UCX, which then does not read it any more and warns of it.
     set_default("UCX_MEMTYPE_CACHE", "n")
     try:

@@ -1,0 +1,151 @@
+"""The nodes as users run them, killed and stopped on either side: typed errors in time, and the next prompts served."""
+
+import itertools
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdtx.errors import InputError
+from pdtx.transports import make_mover
+from tests.tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(240)
+
+DEADLINE_S = 3.0
+START_S = 120.0
+PROMPTS = 600
+NODE = ("--dtype", "float32", "--threads", "1", "--json")
+TYPED = re.compile(
+    r"deadline of [0-9.]+ s exceeded while waiting for .+ from |lost decode-|decode-\w+ failed in |"
+    r"the data connection to decode-|connection to .+ (broke|closed)|.+ closed the connection|.+ is gone: |"
+    r"refused request k.* was not granted$|\d+ blocks did not become free within "
+)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+class NodeProcess:
+    """A node whose output goes to files. It is killed at the end, whatever state it is in."""
+
+    def __init__(self, folder: Path, name: str, module: str, *arguments: str | Path) -> None:
+        self.stdout, self.stderr = folder / f"{name}.out", folder / f"{name}.err"
+        with self.stdout.open("w") as out, self.stderr.open("w") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, arguments)], stdout=out, stderr=err
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    @property
+    def said(self) -> str:
+        return self.stderr.read_text()
+
+    def wait_for(self, words: str, timeout_s: float, after: int = 0) -> float:
+        """Wait until the log says words beyond its first characters; return how long that took."""
+        begun = time.monotonic()
+        while not re.search(words, self.said[after:]):
+            assert self._process.poll() is None, f"it ended before it said {words!r}:\n{self.said}"
+            took = time.monotonic() - begun
+            assert took < timeout_s, f"{words!r} was not said within {timeout_s:g} s:\n{self.said}"
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def wait(self, timeout_s: float) -> int:
+        return self._process.wait(timeout_s)
+
+    def __enter__(self) -> "NodeProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "many.jsonl"
+    lines = [{"id": f"k{i}", "token_ids": [(i + j) % 256 for j in range(200)]} for i in range(PROMPTS)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """A row's end, in one word; an error must be of a kind that says what happened, with whom."""
+    if row["error"] is None:
+        assert row["wrong"] == 0
+        return "verified"
+    assert TYPED.search(row["error"]), row["error"]
+    return "failed"
+
+
+@pytest.mark.parametrize("mover", ["tcp", "shm", "ucx"])
+def test_both_nodes_live_through_kills_and_stops(mover: str, model: Path, prompts: Path, tmp_path: Path) -> None:
+    try:
+        make_mover(mover).close()
+    except InputError as error:
+        pytest.skip(f"mover {mover}: {error}")
+    address = f"127.0.0.1:{free_port()}"
+    common = ("--model", model, "--mover", mover, *NODE)
+    sends = (
+        *common, "--connect", address, "--connect-timeout", str(START_S), "--prompts", prompts, "--max-tokens", "2",
+        "--chunk-size", "40", "--deadline", str(DEADLINE_S),
+    )  # fmt: skip
+    start: Callable[..., NodeProcess] = lambda name, *rest: NodeProcess(tmp_path, name, *rest)  # noqa: E731
+    with (
+        start("decode", "decode_node", *common, "--listen", address, "--verify", "--num-blocks", "200") as decode,
+        start("victim", "prefill_node", *sends) as victim,
+        start("prefill", "prefill_node", *sends) as prefill,
+    ):
+        # Killed: what it had ends at once.
+        victim.wait_for("connected to", START_S)
+        time.sleep(0.3)
+        heard = len(decode.said)
+        victim.signal(signal.SIGKILL)
+        decode.wait_for("request k.* from prefill-.* failed: (lost prefill-|the data connection ended)", 2.0, heard)
+
+        # Stopped: what it had ends at the deadline, and when it goes on it is served again.
+        prefill.wait_for("connected to", START_S)
+        time.sleep(0.5)
+        heard = len(decode.said)
+        prefill.signal(signal.SIGSTOP)
+        late = r"deadline of [0-9.]+ s exceeded while waiting for (payload|reference data).* from prefill-"
+        decode.wait_for(f"request k.* failed: {late}", DEADLINE_S + 1.0, heard)
+        prefill.signal(signal.SIGCONT)
+        time.sleep(1.0)
+
+        # The other one stopped, for longer than the deadline.
+        decode.signal(signal.SIGSTOP)
+        time.sleep(DEADLINE_S + 1.0)
+        decode.signal(signal.SIGCONT)
+        time.sleep(1.5)
+
+        # And killed.
+        decode.signal(signal.SIGKILL)
+        assert prefill.wait(15.0) == 1
+        assert "Traceback" not in decode.said
+        assert "Traceback" not in prefill.said
+        rows = json.loads(prefill.stdout.read_text())["requests"]
+        course = [word for word, _ in itertools.groupby(outcome(row) for row in rows)]
+        assert len(rows) == PROMPTS
+        assert rows[-1]["error"] is not None, "it must still have been at work when the decode node was killed"
+        assert re.search(r"a new session with decode-\w+ cannot be had: nobody answers", rows[-1]["error"])
+        # Verified before, between and after the faults.
+        assert course.count("verified") >= 3, course
