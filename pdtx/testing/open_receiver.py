@@ -81,13 +81,13 @@ class OpenReceiver:
 
     def place(self, session_id: str, key: TransferKey) -> Placement:
         """See Receiver."""
-        if key.layer_start == HELD or self._holding:
-            self._held.set()
-            self._released.wait(60)
         with self._changed:
             if session_id in self._shut:
                 raise TransferRefused("the receiver is shut")
             self.open[session_id] += 1
+        if key.layer_start == HELD or self._holding:
+            self._held.set()
+            self._released.wait(60)
         runs = runs_of(key.token_start, key.token_stop)
         return Placement(self._region, Slices(runs.dst, runs.nbytes), time.monotonic() + self._grant_s)
 

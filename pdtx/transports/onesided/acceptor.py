@@ -279,13 +279,12 @@ class Serving:
         Where the engine cannot, the memory stays granted until the peer says that it has ended, or is gone: to hand it
         out to others while somebody may still write there would be worse.
         """
-        if self._pulls:
-            return
         now = time.monotonic()
         late = next((each for each in self._open.values() if each.placement.deadline < now), None)
         if late is None:
             return
-        if self._link.revoke():
+        # Where each side pulls nobody writes here but this thread: the connection's end is enough.
+        if self._pulls or self._link.revoke():
             raise DeadlineExceeded(f"the payload of {late.key}", self._peer, 0.0, "cut off")
         if not self._warned:
             self._warned = True

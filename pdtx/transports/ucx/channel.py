@@ -20,6 +20,8 @@ WINDOW = 1024
 
 _TICK_S = 0.02
 _SETTLE_S = 1.0
+_QUIET_S = 10.0
+_IDLE_ROUNDS = 16
 
 
 class Wait(NamedTuple):
@@ -141,6 +143,18 @@ class Channel:
             self._ucp.progress(self._worker.handle)
             poster.reap()
             self._free_orphans()
+        self._quieten()
+
+    def _quieten(self) -> None:
+        """Let what a closed endpoint has left behind come to its end.
+
+        A copy within the host (cma) that UCX has begun goes on while there is progress, though its request has ended.
+        Its bytes must lie where they should before anybody is told that nothing moves any more; and a worker that is
+        destroyed before brings the whole process down.
+        """
+        limit, idle = time.monotonic() + _QUIET_S, 0
+        while idle < _IDLE_ROUNDS and time.monotonic() < limit:
+            idle = 0 if self._ucp.progress(self._worker.handle) else idle + 1
 
     def _free_orphans(self) -> None:
         for request in list(self._orphans):
@@ -151,6 +165,7 @@ class Channel:
     def close(self) -> None:
         """Close the endpoint; the worker is still there. Idempotent."""
         self.abandon(PeerLost("it was closed"))
+        self._quieten()
         self._free_orphans()
 
 
