@@ -19,13 +19,13 @@ from pdtx.transports import TransferHandle, TransferKey, make_mover
 from tests.engine_pair import OPEN, attention, caches_of, describe, produce
 from tests.faulty_mover import FaultyConnection, Post, faulty
 
-BLOCKS, BLOCK = 8, 512
+BLOCKS, BLOCK = 8, 1024
 TOKENS = BLOCKS * BLOCK - 2
 _PATIENCE_S = 30.0
 
 
 def model(tp_size: int) -> PagedKVCache:
-    """8 blocks of 2 MiB a layer: one payload is more than sockets hold."""
+    """8 blocks of 4 MiB: each sender has 16 MiB, which is more than sockets hold."""
     return attention(
         FullAttentionSpec, "full", block_size=BLOCK, layers=["layers.0"], num_blocks=BLOCKS + 1, heads=8, channels=128,
         tp_size=tp_size,

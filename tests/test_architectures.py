@@ -14,7 +14,7 @@ from pdtx.cache import KVCaches, PagedKVCache
 from pdtx.cli.processes import Node
 from pdtx.cli.prompts import read_prompts
 from pdtx.errors import InputError, ModelError, ParallelError
-from pdtx.report import RequestRow, read_rows
+from pdtx.report import RequestRow, read_result
 from pdtx.runner import ModelRunner, PagedSequence, greedy, prefill
 from tests.tiny_models import ARCHITECTURES, VOCAB, WINDOW, tiny_checkpoint
 
@@ -159,7 +159,7 @@ def disaggregated(model: Path, file: Path, prefill_side: list[str], decode_side:
     work = ["--prompts", str(file), "--max-tokens", str(STEPS), "--ignore-eos", "--chunk-size", str(CHUNK)]
     flags = ["--connect", address, "--connect-timeout", "90", "--json", "--model", str(model), *work, *prefill_side]
     with Node("decode", "decode_node", serve), Node("prefill", "prefill_node", flags) as node:
-        return read_rows(node.result(150.0))
+        return read_result(node.result(150.0)).requests
 
 
 def check(rows: list[RequestRow], runner: ModelRunner) -> None:

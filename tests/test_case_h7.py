@@ -41,6 +41,8 @@ LAYERS = 2
 
 DEADLINE_S = 2.0
 TOLERANCE_S = 0.5
+BUSY_S = 0.4
+"""What a machine that does much else besides may add; the teeth are later by more than both."""
 SLOW_S = 1.0
 WRITES_UNTIL_S = 1.0
 EARLY_S = 0.5
@@ -243,7 +245,7 @@ def row_acknowledgement_dropped(mover: str) -> None:
         case.compute(request)
         error = case.require_failed(request, received)
         took = time.monotonic() - begun
-        assert DEADLINE_S - TOLERANCE_S < took < DEADLINE_S + TOLERANCE_S, took
+        assert DEADLINE_S - TOLERANCE_S < took < DEADLINE_S + TOLERANCE_S + BUSY_S, took
         assert names_sender_1(error), error
         assert names_sender_1(received.error), received.error
         assert "deadline of" in str(error)
@@ -260,7 +262,7 @@ def row_word_dropped(mover: str) -> None:
         received = case.pair.received("r")
         case.compute(request)
         error = case.require_failed(request, received)
-        assert time.monotonic() - begun < DEADLINE_S + TOLERANCE_S
+        assert time.monotonic() - begun < DEADLINE_S + TOLERANCE_S + BUSY_S
         assert names_sender_1(error), error
         assert names_sender_1(received.error), received.error
 
@@ -280,7 +282,7 @@ def row_all_words_dropped(mover: str) -> None:
         case.compute(request)
         error = case.require_failed(request, received)
         took = time.monotonic() - begun
-        assert DEADLINE_S - TOLERANCE_S < took < DEADLINE_S + TOLERANCE_S, took
+        assert DEADLINE_S - TOLERANCE_S < took < DEADLINE_S + TOLERANCE_S + BUSY_S, took
         assert isinstance(received.error, DeadlineExceeded)
         nbytes = LAYERS * 2 * TOKENS * 4 * 16 * 2
         assert f"{nbytes} bytes received; group full, buffer full: no notice of {LAYERS * TOKENS} " in str(error)
@@ -528,20 +530,38 @@ def row_early_mover(mover: str) -> None:
 # -- the sender's process is stopped ---------------------------------------------------------------------------------
 
 
+class TakesNothingBefore(FaultyReceiver):
+    """Lets sender 1's payload in only after an event: over TCP it is in the middle of its way until then."""
+
+    def __init__(self, inner: Receiver, event: threading.Event) -> None:
+        super().__init__(inner)
+        self._event = event
+
+    def place(self, session_id: str, key: TransferKey) -> Placement:
+        if key.request_id == "stopped" and key.src_rank == 1:
+            self._event.wait(10.0)
+        return self.inner.place(session_id, key)
+
+
 def row_stopped(mover: str, *, renews: bool = True, silence_s: float | None = None) -> None:
     """silence_s: after which the consumer takes the producer for lost, where that is before the deadline."""
     destination = stopping_producer.model(1)
-    with Pair(stopping_producer.model(2), destination, mover=mover) as pair:
+    stopped = threading.Event()
+    if mover != "tcp":
+        stopped.set()
+    receive = partial(faulty, receive=partial(TakesNothingBefore, event=stopped))
+    with Pair(stopping_producer.model(2), destination, mover=mover, wrap_consumers=receive) as pair:
         beat_s = (silence_s or 5.0) / 5
         with StoppingProducer(pair.address, mover, DEADLINE_S, renews=renews, beat_s=beat_s) as sender:
             sender.go_on()
             received = pair.received("stopped")
             wait_until(lambda: sender.is_stopped, "the stop")
+            stopped.set()
             wait_until(lambda: received.error is not None, "the consumer to give up")
             took, error = time.monotonic() - received.begun, received.error
             assert pair.consumer.next_ready(0.0) is None
             if silence_s is None:
-                assert DEADLINE_S - 0.1 < took < DEADLINE_S + TOLERANCE_S, took
+                assert DEADLINE_S - 0.1 < took < DEADLINE_S + TOLERANCE_S + BUSY_S, took
                 assert isinstance(error, DeadlineExceeded)
                 assert (error.phase, error.peer) == ("payload", sender.engine_id)
                 assert f"{received.received_bytes} bytes received; group full, buffer full: " in str(error)
@@ -629,7 +649,7 @@ def wait_too_long(patch: pytest.MonkeyPatch) -> None:
     wait = KVProducer.wait
 
     def late(self: KVProducer, request: OutboundRequest) -> object:
-        request.deadline += 2 * TOLERANCE_S
+        request.deadline += 4 * TOLERANCE_S
         return wait(self, request)
 
     patch.setattr(KVProducer, "wait", late)
@@ -641,7 +661,7 @@ def never_reap(patch: pytest.MonkeyPatch) -> None:
     wait = KVProducer.wait
 
     def soon(self: KVProducer, request: OutboundRequest) -> object:
-        request.deadline = time.monotonic() + DEADLINE_S + 2 * TOLERANCE_S
+        request.deadline = time.monotonic() + DEADLINE_S + 4 * TOLERANCE_S
         return wait(self, request)
 
     patch.setattr(KVProducer, "wait", soon)
