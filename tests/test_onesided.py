@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, TransferError
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, TransferAborted, TransferError
 from pdtx.plan import Runs
 from pdtx.testing.contract import CONTRACT, Check, Subject
 from pdtx.testing.pair import MoverPair
 from pdtx.testing.receivers import GrantingReceiver
 from pdtx.testing.scene import Scene
-from pdtx.transports import Connection, Region, TransferHandle, TransferKey, TransferState
+from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey, TransferState
 from pdtx.transports.base import NOTICE_KEY
 from pdtx.transports.handshake import Dialect, admit_producer, prove_to_consumer
-from pdtx.transports.onesided import Shared
+from pdtx.transports.onesided import Progress, Shared
 from pdtx.transports.onesided.frames import (
     MAX_FRAME_BYTES,
     VERSION,
@@ -196,6 +196,36 @@ def test_a_notice_comes_after_the_transfers_before_it() -> None:
             handle.wait()
         assert notice.key == NOTICE_KEY
         assert order == ["request-0", "request-1", "two are there", "request-2"]
+
+
+@pytest.mark.parametrize("how", ["deadline", "close"])
+def test_a_get_ends_only_when_its_region_is_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MoverPair(PushingMover) as pair:
+        connection = pair.connect()
+        link = _producer_link(pair)
+        reading, stopped = threading.Event(), list[float]()
+
+        def read(remote: Region, region: Region, runs: Runs, deadline: float, progress: Progress) -> None:
+            reading.set()
+            while not progress.stopped and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.3)  # an engine that takes its time to stop
+            stopped.append(time.monotonic())
+            raise TransferAborted("stopped")
+
+        monkeypatch.setattr(link, "read", read)
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant_get("session", scene.key(plan), Placement(scene.src.region, plan.flat.source()))
+        limit = time.monotonic() + (0.2 if how == "deadline" else 10)
+        handle = connection.get(scene.key(plan), scene.dst.region, plan.flat, limit)
+        assert reading.wait(5)
+        if how == "close":
+            connection.close()
+        with pytest.raises(TransferError):
+            handle.wait(5)
+        assert stopped
+        assert handle.ended >= stopped[0]
 
 
 def test_a_broken_engine_ends_the_connection_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

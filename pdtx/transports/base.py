@@ -314,7 +314,8 @@ class Connection(ABC):
     def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
         """Begin to move what the consumer offers for key to runs (dst offsets in region); never blocks on the network.
 
-        The region's ranges may hold anything until the transfer is DONE, and after it has failed.
+        The region's ranges may hold anything until the transfer is DONE, and after it has failed; nothing is written
+        into them once it has ended.
         Raises PlanError if a run leaves region, InputError for a key that cannot be sent.
         """
 

@@ -22,6 +22,11 @@ class GetHandle(TransferHandle):
         self._stopping = False
         self._idle = threading.Condition()
 
+    @property
+    def ending(self) -> bool:
+        """Whether it has ended, or somebody waits for the step under way in order to end it."""
+        return self._stopping or self.state.final
+
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
         """Surround each step that writes into the region; short, for whoever ends the transfer waits for it.

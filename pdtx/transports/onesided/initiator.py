@@ -26,6 +26,7 @@ from pdtx.transports.base import (
     TransferHandle,
     TransferKey,
 )
+from pdtx.transports.gets import GetHandle, Stopped
 from pdtx.transports.handshake import bounded_id
 from pdtx.transports.iovec import check_within
 from pdtx.transports.onesided.fabric import Link, Progress
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 _AHEAD = 16
 """Transfers that are asked for before the one that is moving has ended."""
 
+_TOO_LATE = "it ended before a byte moved"
 _JOIN_S = 1.0
 _ROOM_S = 30.0
 """Control messages are small: a peer that makes no room for one in this time does not read any more."""
@@ -168,14 +170,15 @@ class OneSidedConnection(Connection):
         bounded_id(key.request_id, "request id")
         if min(pack_key(key)[1:]) < 0 or key.layer_start > key.layer_stop or key.token_start > key.token_stop:
             raise InputError(f"{key} has ranges that end before they start")
-        handle = TransferHandle(key, nbytes, self._peer, deadline)
+        handle = (GetHandle if job.is_get else TransferHandle)(key, nbytes, self._peer, deadline)
         self._outbox.put(handle, job)
         return handle
 
     def close(self) -> None:
         """End the connection, see Connection."""
-        self._outbox.close()
+        # In this order: the end of a get waits for the engine, which has to be told.
         self._end()
+        self._outbox.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
@@ -209,14 +212,16 @@ class OneSidedConnection(Connection):
 
     def _break(self, error: PdtxError) -> None:
         lost = error if isinstance(error, PeerLost) else PeerLost(f"connection to {self._peer} broke: {error}")
-        self._outbox.close(lost)
-        self._end()
+        if self._end():
+            self._outbox.close(lost)
 
-    def _end(self) -> None:
+    def _end(self) -> bool:
+        """Make all threads stop; False if they have been told before."""
         with self._book.changed:
-            self._book.closed = True
+            first, self._book.closed = not self._book.closed, True
             self._book.changed.notify_all()
         self._link.interrupt()
+        return first
 
     # -- the asker's thread -------------------------------------------------------------------------------------------
 
@@ -304,11 +309,14 @@ class OneSidedConnection(Connection):
         handle = asked.handle
         if not asked.begun or handle.state.final or region is None:
             # Cancelled, or its deadline came while the peer made up its mind: the source may be gone.
-            self._send(End(asked.sequence, 0, "it ended before a byte moved"))
+            self._send(End(asked.sequence, 0, _TOO_LATE))
             return
         try:
             if asked.job.is_get or not self._pulls:
                 self._carry_out(asked, go, region)
+        except Stopped:
+            self._send(End(asked.sequence, 0, _TOO_LATE))
+            return
         except PdtxError as error:
             handle.finish(error)
             self._send(End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
@@ -327,11 +335,13 @@ class OneSidedConnection(Connection):
             handle.moved += count
 
         def stopped() -> bool:
-            return self._book.closed or handle.state.final
+            ending = handle.ending if isinstance(handle, GetHandle) else handle.state.final
+            return self._book.closed or ending
 
         progress = Progress(moved, stopped, Progress.tag_of(asked.sequence))
-        if job.is_get:
-            self._link.read(remote, region, pair_slices(there, job.slices), handle.deadline, progress)
+        if isinstance(handle, GetHandle):
+            with handle.filling():
+                self._link.read(remote, region, pair_slices(there, job.slices), handle.deadline, progress)
         elif not job.staged:
             self._link.write(region, remote, pair_slices(job.slices, there), handle.deadline, progress)
         else:
