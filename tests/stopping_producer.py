@@ -21,6 +21,7 @@ from tests.faulty_mover import FaultyConnection, Post, faulty
 
 BLOCKS, BLOCK = 8, 1024
 TOKENS = BLOCKS * BLOCK - 2
+STOPPED = f"request stopped layers 0..1 tokens 0..{TOKENS} rank 1 to 0"
 _PATIENCE_S = 30.0
 
 

@@ -1,7 +1,7 @@
 """Lost, failed, doubled, mis-addressed and early notices: one fault for each request, through the real engine.
 
-Two senders are the two ranks of one prefill node, P TP2 -> D TP1, with 8 blocks on either side. The times are half of
-those of the case. The word that a payload has arrived, its notice, travels twice: the mover tells the consumer's
+Two senders are the two ranks of one prefill node, P TP2 -> D TP1, with 8 blocks on either side. The times are
+shorter than those of the case. The word that a payload has arrived, its notice, travels twice: the mover tells the consumer's
 receiver and acknowledges the put, and then the producer says so on the control channel; each row says which it means.
 
 A row is a function of a mover's name. It runs for every mover, and once more for a mover or an engine that is wrong in
@@ -43,8 +43,9 @@ DEADLINE_S = 2.0
 TOLERANCE_S = 0.5
 BUSY_S = 0.4
 """What a machine that does much else besides may add; the teeth are later by more than both."""
-SLOW_S = 1.0
-WRITES_UNTIL_S = 1.0
+SLOW_S = 0.7
+WRITES_UNTIL_S = 0.9
+SILENCE_S = 1.0
 EARLY_S = 0.5
 SETTLED_S = 2.0
 
@@ -563,12 +564,19 @@ def row_stopped(mover: str, *, renews: bool = True, silence_s: float | None = No
             if silence_s is None:
                 assert DEADLINE_S - 0.1 < took < DEADLINE_S + TOLERANCE_S + BUSY_S, took
                 assert isinstance(error, DeadlineExceeded)
-                assert (error.phase, error.peer) == ("payload", sender.engine_id)
-                assert f"{received.received_bytes} bytes received; group full, buffer full: " in str(error)
+                if mover == "tcp":  # in the middle of a payload, so that the mover's own deadline may be the first
+                    assert error.phase in ("payload", f"the payload of {stopping_producer.STOPPED}")
+                else:
+                    assert error.phase == "payload"
+                if error.phase == "payload":
+                    assert error.peer == sender.engine_id
+                    assert f"{received.received_bytes} bytes received; group full, buffer full: " in str(error)
+                    assert re.search("first layer 0 position 0 from rank [01] to rank 0", str(error))
+                else:
+                    assert re.search(r"from 127\.0\.0\.1:\d+ \(\d+ of \d+ bytes\)$", str(error))
                 # All of it may be here: on its way when the process stopped, or read from it by shm all the same.
                 whole = 2 * stopping_producer.TOKENS * 2 * 4 * 128 * 2
                 assert names_sender_1(error) or received.received_bytes == whole
-                assert re.search("first layer 0 position 0 from rank [01] to rank 0", str(error))
             else:
                 assert isinstance(error, PeerLost)
                 assert sender.engine_id in str(error)
@@ -593,10 +601,10 @@ def test_stopped_sender(mover: str) -> None:
 
 
 def test_sender_that_was_stopped_until_it_was_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    beat_s = SLOW_S / 5
-    monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, silence_s=SLOW_S, heartbeat_s=beat_s))
+    beat_s = SILENCE_S / 5
+    monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, silence_s=SILENCE_S, heartbeat_s=beat_s))
     monkeypatch.setattr("pdtx.engine.control.Dialer", partial(Dialer, heartbeat_s=beat_s))
-    row_stopped("tcp", silence_s=SLOW_S)
+    row_stopped("tcp", silence_s=SILENCE_S)
 
 
 def test_a_sender_that_makes_no_new_session_is_found_out() -> None:

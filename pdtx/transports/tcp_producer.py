@@ -5,7 +5,6 @@ would take longer. Its header goes first, so that the peer wakes up and finds th
 All else is left to the writer's thread. Whoever writes has the turn.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from pdtx.errors import (
 from pdtx.plan import Runs, Slices
 from pdtx.transports.base import MAX_NOTICE_BYTES, NOTICE_KEY, Connection, Path, Region, TransferHandle, TransferKey
 from pdtx.transports.bounce import Stager
+from pdtx.transports.crew import Crew, lost_by
 from pdtx.transports.gets import GetHandle
 from pdtx.transports.iovec import IovecCursor, check_within
 from pdtx.transports.outbox import DeadlineWatch, Outbox
@@ -36,11 +36,8 @@ from pdtx.transports.tcp_payload import straight
 from pdtx.transports.tcp_streams import Lanes
 from pdtx.transports.wire import FOREVER, Wire
 
-logger = logging.getLogger(__name__)
-
 # An acknowledgement is a few hundred bytes: once it has begun, the rest is on its way.
 _ACK_REST_S = 30.0
-_JOIN_S = 1.0
 
 _AT_ONCE_BYTES = 4 << 20
 """What is written by the thread that asks for it: about as much as a socket has room for."""
@@ -124,13 +121,8 @@ class TcpConnection(Connection):
             for name, lanes in (("writer", self._sending), ("reader", self._receiving))
             for index in range(1, len(wires))
         ]
-        self._threads = [
-            threading.Thread(target=self._run, args=(work,), name=f"pdtx-tcp-{name}", daemon=True)
-            for name, work in works
-        ]
-        self._running = len(self._threads)
-        for thread in self._threads:
-            thread.start()
+        self._crew = Crew("tcp", self._wire.peer, works, broken=self._break, gone=self._gone)
+        self._crew.start()
 
     @property
     def path(self) -> Path:
@@ -185,39 +177,21 @@ class TcpConnection(Connection):
         """End the connection, see Connection."""
         self._outbox.close()
         self._end()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
-                if thread.is_alive():
-                    logger.warning("%s to %s is stuck in a callback and left behind", thread.name, self._wire.peer)
+        self._crew.join()
 
     def _end(self) -> None:
         for lanes in (self._sending, self._receiving):
             lanes.shutdown()
             lanes.close()
 
-    def _run(self, work: Callable[[], None]) -> None:
-        """Run one thread's work; whatever ends it ends the connection, and the last one out gives back the sockets."""
-        try:
-            work()
-        except PdtxError as error:
-            self._break(error)
-        except Exception as error:
-            logger.exception("the connection to %s failed", self._wire.peer)
-            self._break(TransferError(f"the connection to {self._wire.peer} failed: {error}"))
-        finally:
-            with self._lock:
-                self._running -= 1
-                last = self._running == 0
-            if last:
-                # A thread that is not ours may be writing still, without waiting.
-                with self._turn:
-                    for wire in self._wires:
-                        wire.close()
-                self._forget(self)
+    def _gone(self) -> None:
+        # A thread that is not ours may be writing still, without waiting.
+        with self._turn:
+            for wire in self._wires:
+                wire.close()
+        self._forget(self)
 
-    def _break(self, error: PdtxError) -> None:
-        lost = error if isinstance(error, PeerLost) else PeerLost(f"connection to {self._wire.peer} broke: {error}")
+    def _break(self, lost: PeerLost) -> None:
         self._outbox.close(lost)
         self._end()
 
@@ -232,7 +206,7 @@ class TcpConnection(Connection):
             if self._rest is None and (taken := self._outbox.next_now()) is not None:
                 self._rest = self._begin_to_write(*taken)
         except PdtxError as error:
-            self._break(error)
+            self._break(lost_by(error, self._wire.peer))
         finally:
             left = self._rest is not None
             self._turn.release()

@@ -5,7 +5,6 @@ after another; one reads answers.
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from pdtx.errors import InputError, PdtxError, PeerLost, ProtocolError, TransferError
+from pdtx.errors import InputError, PdtxError, PeerLost, ProtocolError
 from pdtx.plan import Runs, Slices
 from pdtx.transports.base import (
     MAX_NOTICE_BYTES,
@@ -26,6 +25,7 @@ from pdtx.transports.base import (
     TransferHandle,
     TransferKey,
 )
+from pdtx.transports.crew import Crew
 from pdtx.transports.gets import GetHandle, Stopped
 from pdtx.transports.handshake import bounded_id
 from pdtx.transports.iovec import check_within
@@ -51,13 +51,11 @@ from pdtx.transports.onesided.sharing import Opened, SharedRegions
 from pdtx.transports.outbox import DeadlineWatch, Outbox
 from pdtx.transports.pairing import cut_stream, pair_slices
 
-logger = logging.getLogger(__name__)
-
 _AHEAD = 16
 """Transfers that are asked for before the one that is moving has ended."""
 
+_MOVER = "mover"
 _TOO_LATE = "it ended before a byte moved"
-_JOIN_S = 1.0
 _ROOM_S = 30.0
 """Control messages are small: a peer that makes no room for one in this time does not read any more."""
 
@@ -123,13 +121,9 @@ class OneSidedConnection(Connection):
         self._packer = packer
         self._shared = SharedRegions(link, stream)
         self._opened = Opened(link, stream)
-        self._threads = [
-            threading.Thread(target=self._run, args=(work,), name=f"pdtx-onesided-{name}", daemon=True)
-            for name, work in (("asker", self._ask_all), ("mover", self._move_all), ("answers", self._read_all))
-        ]
-        self._running = len(self._threads)
-        for thread in self._threads:
-            thread.start()
+        works = ("asker", self._ask_all), (_MOVER, self._move_all), ("answers", self._read_all)
+        self._crew = Crew("onesided", self._peer, works, broken=self._break, left=self._left, gone=self._gone)
+        self._crew.start()
 
     @property
     def path(self) -> Path:
@@ -179,39 +173,23 @@ class OneSidedConnection(Connection):
         # In this order: the end of a get waits for the engine, which has to be told.
         self._end()
         self._outbox.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
-                if thread.is_alive():
-                    logger.warning("%s to %s is stuck and left behind", thread.name, self._peer)
+        self._crew.join()
 
     # -- the end of everything ----------------------------------------------------------------------------------------
 
-    def _run(self, work: Callable[[], None]) -> None:
-        """Run one thread's work; whatever ends it ends the connection, and the last one out gives everything back."""
-        try:
-            work()
-        except PdtxError as error:
-            self._break(error)
-        except Exception as error:
-            logger.exception("the connection to %s failed", self._peer)
-            self._break(TransferError(f"the connection to {self._peer} failed: {error}"))
-        finally:
-            if work == self._move_all:
-                # Not before: as long as the stream is there, the peer knows that its memory may be written.
-                self._stream.wire.shutdown()
-            with self._book.changed:
-                self._running -= 1
-                last = self._running == 0
-            if last:
-                self._packer.close()
-                self._opened.close()
-                self._link.close()
-                self._stream.wire.close()
-                self._forget(self)
+    def _left(self, thread: str) -> None:
+        if thread == _MOVER:
+            # Not before: as long as the stream is there, the peer knows that its memory may be written.
+            self._stream.wire.shutdown()
 
-    def _break(self, error: PdtxError) -> None:
-        lost = error if isinstance(error, PeerLost) else PeerLost(f"connection to {self._peer} broke: {error}")
+    def _gone(self) -> None:
+        self._packer.close()
+        self._opened.close()
+        self._link.close()
+        self._stream.wire.close()
+        self._forget(self)
+
+    def _break(self, lost: PeerLost) -> None:
         if self._end():
             self._outbox.close(lost)
 
