@@ -15,18 +15,23 @@ SUBJECTS = {
     "tcp-5-bounce": Subject.named("tcp", streams=5, part_bytes=4096, bounce=True, bounce_bytes=20_000),
     "tcp-bounce": Subject.named("tcp", bounce=True, bounce_bytes=20_000),
     "shm": Subject.named("shm"),
-    "shm-mapped": replace(Subject.named("shm"), shared=True),
-    "nixl": Subject.named("nixl"),
-    "nixl-tcp": Subject.named("nixl", tls="tcp", num_threads=1),
+    "nixl": replace(Subject.named("nixl"), connections=50),
+    "nixl-tcp": replace(Subject.named("nixl", tls="tcp", num_threads=1), connections=50),
 }
 
 
-FAULT_SUBJECTS = ("tcp", "tcp-2", "tcp-bounce", "shm", "shm-mapped", "nixl-tcp")
+_WITH_PROCESSES = {
+    "tcp-bounce-1MiB": Subject.named("tcp", bounce=True, bounce_bytes=1 << 20),
+    "shm-mapped": replace(Subject.named("shm"), shared=True),
+}
+"""Of interest only where the peer is another process."""
+
+FAULT_SUBJECTS = ("tcp", "tcp-2", "tcp-bounce-1MiB", "shm", "shm-mapped", "nixl-tcp")
 
 
 def usable(name: str) -> Subject:
     """Return a subject, or skip the test with the reason why there is none."""
-    subject = SUBJECTS[name]
+    subject = (SUBJECTS | _WITH_PROCESSES)[name]
     try:
         mover = subject.make()
     except InputError as error:

@@ -1,7 +1,7 @@
 """Lost, failed, doubled, mis-addressed and early notices: one fault for each request, through the real engine.
 
-Two senders are the two ranks of one prefill node, P TP2 -> D TP1, with 8 blocks on either side. The times are
-shorter than those of the case. The word that a payload has arrived, its notice, travels twice: the mover tells the consumer's
+Two senders are the two ranks of one prefill node, P TP2 -> D TP1, with 8 blocks on either side. The times are shorter
+than those of the case. The word that a payload has arrived, its notice, travels twice: the mover tells the consumer's
 receiver and acknowledges the put, and then the producer says so on the control channel; each row says which it means.
 
 A row is a function of a mover's name. It runs for every mover, and once more for a mover or an engine that is wrong in

@@ -17,6 +17,7 @@ class Subject:
 
     name, options: what make_mover() takes for the same mover, for checks that need one in a process of its own.
     shared: such checks use memory that other processes of this host can be let map.
+    connections: how many are opened and closed to find what they leave; fewer for a mover that takes long over one.
     """
 
     make: MakeMover
@@ -24,6 +25,7 @@ class Subject:
     name: str | None = None
     options: dict[str, object] = field(default_factory=dict)
     shared: bool = False
+    connections: int = 300
 
     @classmethod
     def named(cls, name: str, listen_at: str = LISTEN_AT, **options: object) -> "Subject":
