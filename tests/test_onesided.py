@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, Tr
 from pdtx.plan import Runs
 from pdtx.testing.contract import CONTRACT, Check, Subject
 from pdtx.testing.pair import MoverPair
-from pdtx.testing.receivers import GrantingReceiver
+from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver
 from pdtx.testing.scene import Scene
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey, TransferState
 from pdtx.transports.base import NOTICE_KEY
@@ -40,6 +41,7 @@ from pdtx.transports.onesided.frames import (
     pack_key,
     unpack_slices,
 )
+from pdtx.transports.onesided.initiator import OneSidedConnection
 from pdtx.transports.onesided.sharing import MAX_REGIONS, Opened
 from pdtx.transports.sockets import bind_tcp, dial_local, dial_tcp
 from pdtx.transports.wire import Wire
@@ -144,6 +146,63 @@ def test_a_source_that_may_have_changed_while_it_was_pulled_is_not_accepted(monk
             pair.grants.wait_for(heard.__len__, "the end of the transfer")  # type: ignore[arg-type]
             assert heard[0].error is not None
             monkeypatch.setattr(MemoryLink, "read", inner)
+
+
+def test_a_source_may_change_while_the_end_waits_to_be_read() -> None:
+    """The consumer is busy until the put's deadline has passed: it must not take what its owner may have changed."""
+    grants = GrantingReceiver()
+    busy = FaultyReceiver(grants, before_placed=lambda key: time.sleep(0.6 if key.request_id == "request-0" else 0))
+    with MoverPair(PullingMover, receiver=busy, grants=grants) as pair:
+        connection = pair.connect()
+        scenes = [Scene(seed=seed, num_layers=1) for seed in range(2)]
+        first = _start(pair, connection, scenes[0])
+        plan = scenes[1].plan()
+        grants.grant("session", scenes[1].key(plan), scenes[1].placement(plan))
+        late = connection.put(scenes[1].key(plan), scenes[1].src.region, plan.flat, time.monotonic() + 0.3)
+        first.wait()
+        with pytest.raises(DeadlineExceeded):
+            late.wait()
+        grants.wait_for(lambda: len(grants.heard) == 2, "the end of both")
+        assert [heard.error is None for heard in grants.heard] == [True, False]
+
+
+def test_a_transfer_ends_only_after_a_pulling_peer_is_cut_off() -> None:
+    """Whoever hears of the end may change the source: the peer must not be able to take it any more."""
+    gate, grants = Gate(), GrantingReceiver()
+    receiver = FaultyReceiver(grants, before_place=lambda _: gate.hold())
+    with MoverPair(PullingMover, receiver=receiver, grants=grants) as pair:
+        connection = pair.connect()
+        scene = Scene()
+        handle = _start(pair, connection, scene)
+        gate.wait_reached()
+        cut = list[bool]()
+        assert isinstance(connection, OneSidedConnection)
+        handle.on_end(lambda _: cut.append(connection._stream.wire.hung_up()))
+        closing = threading.Thread(target=connection.close)
+        closing.start()
+        with pytest.raises(TransferError):
+            handle.wait(5)
+        gate.open()
+        closing.join()
+        assert cut == [True]
+
+
+def test_memory_stays_granted_while_a_peer_that_cannot_be_cut_off_is_there() -> None:
+    """The consumer ends the connection, for nonsense, and the peer has a put open: it may write until it hangs up."""
+    with MoverPair(PushingMover) as pair:
+        stream = _hostile(pair)
+        scene = Scene()
+        plan = scene.plan()
+        pair.grants.grant("session", scene.key(plan), scene.placement(plan))
+        stream.send(Ask(0, False, pack_key(scene.key(plan)), plan.nbytes))
+        _until(stream, Go)
+        stream.send(End(7, 0))
+        with pytest.raises(PeerLost):
+            _until(stream, Done)
+        time.sleep(1.0)
+        assert not pair.grants.heard
+        stream.wire.close()
+        pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the transfer")
 
 
 def test_a_lost_producers_transfer_ends_only_after_the_link_is_closed() -> None:
@@ -283,6 +342,13 @@ HOSTILE: dict[str, list[Message]] = {
     "a negative key": [Ask(0, False, ("r", -1, 1, 0, 1, 0, 0, 0), 4)],
     "a key backwards": [Ask(0, False, ("r", 3, 1, 0, 1, 0, 0, 0), 4)],
     "a long request id": [Ask(0, False, ("r" * 1000, 0, 1, 0, 1, 0, 0, 0), 4)],
+    "a sequence again": [Ask(3, False, _KEY, 4), Ask(3, False, _KEY, 4)],
+    "a sequence backwards": [Notice(3, b""), Notice(2, b"")],
+    "a negative sequence": [Ask(-1, False, _KEY, 4)],
+    "a size beyond all": [Ask(0, False, _KEY, (1 << 64) - 1)],
+    "a region beyond all": [Share(0, (1 << 64) - 1, b"k", 0)],
+    "a key beyond all": [Ask(0, False, ("r", 0, 1, 0, (1 << 64) - 1, 0, 0, 0), 4)],
+    "an end at no time": [Ask(0, False, _KEY, 4), End(0, 4, None, float("nan"))],
     "a sequence far ahead": [Ask(1 << 40, False, _KEY, 4)],
     "a negative size": [Ask(0, False, _KEY, -4)],
     "a long notice": [Notice(0, b"x" * 5000)],
@@ -302,6 +368,43 @@ def test_nonsense_ends_the_connection_and_no_other(messages: list[Message]) -> N
         scene = Scene()
         _start(pair, pair.connect(), scene).wait()
         scene.require_exact()
+
+
+def test_done_counts_only_after_this_sides_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that says Done while the engine still moves, or with too few bytes, has not taken anything."""
+    for done, slow_s in ((Done(0, 64), 0.5), (Done(0, 63), 0.0)):
+        token, sock_address = secrets.token_bytes(32), bind_tcp("127.0.0.1:0")
+        monkeypatch.setattr(MemoryLink, "open", lambda *_: Region(torch.zeros(64, dtype=torch.uint8)))
+
+        def serve(sock: socket.socket, token: bytes, done: Done, early: bool) -> None:
+            wire = Wire(sock.accept()[0], "producer")
+            admit_producer(wire, Dialect("push", b"pdtx-pus", VERSION), lambda _: token, time.monotonic() + 5)
+            stream = ControlStream(wire)
+            stream.send(Greeting(b"memory"))
+            _until(stream, Ask)
+            stream.send(Share(0, 64, b"", 0))
+            stream.send(Go(0, 0, Ranges((0).to_bytes(8, "little"), 64)))
+            if not early:
+                _until(stream, End)
+            stream.send(done)
+            _drain(stream)
+            wire.close()
+
+        thread = threading.Thread(target=serve, args=(sock_address[0], token, done, slow_s > 0))
+        thread.start()
+        mover = PushingMover()
+        try:
+            connection = mover.connect(sock_address[1], "session", token, time.monotonic() + 5)
+            mover.fabric.links[-1].slow_s = slow_s
+            runs = Runs(*(np.array([number], np.int64) for number in (0, 0, 64)))
+            memory = Region(torch.zeros(64, dtype=torch.uint8))
+            handle = connection.put(TransferKey("r", 0, 1, 0, 1), memory, runs, time.monotonic() + 5)
+            with pytest.raises(PdtxError):
+                handle.wait()
+        finally:
+            mover.close()
+            thread.join(5)
+            sock_address[0].close()
 
 
 def test_a_transfer_can_be_ended_once_only() -> None:
@@ -332,9 +435,9 @@ def test_an_end_with_too_few_bytes_is_no_success() -> None:
         stream.send(End(0, plan.nbytes - 1))
         with pytest.raises(PeerLost):
             _until(stream, Done)
+        stream.wire.close()
         pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the transfer")
         assert pair.grants.heard[0].error is not None
-        stream.wire.close()
 
 
 @pytest.mark.parametrize(
@@ -346,6 +449,8 @@ def test_an_end_with_too_few_bytes_is_no_success() -> None:
         (Share(0, 64, b"", 0), Go(0, 1, Ranges((0).to_bytes(8, "little"), 64))),
         (Share(0, 64, b"", 0), Go(0)),
         (Share(0, 64, b"", 0), Done(0, 64)),
+        (Share(0, 64, b"", 0), Go(0, 0, Ranges(bytes(32), struct.pack("<4q", *[1 << 62] * 3, (1 << 62) + 64)))),
+        (Share(0, 64, b"", 0), Go(0, 0, Ranges(bytes(16), struct.pack("<2q", -64, 128)))),
         (Share(0, 64, b"", 0), Go(5)),
     ],
 )
@@ -424,9 +529,9 @@ def test_no_more_transfers_than_the_limit_are_open() -> None:
                 stream.send(Ask(sequence, False, pack_key(key), plan.nbytes))
         thread.join(10)
         assert not thread.is_alive()
+        stream.wire.close()
         pair.grants.wait_for(lambda: bool(pair.grants.ended), "the end of the session")
         assert len(pair.grants.heard) == 1024
-        stream.wire.close()
 
 
 def _drain(stream: ControlStream) -> None:

@@ -41,10 +41,10 @@ from pdtx.transports.wire import Wire
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.5
+_TICK_S = 0.2
 _REST_S = 30.0
-_STOP_S = 1.0
-"""What a peer that is writing gets to stop, when this side ends the connection: it hangs up when it has."""
+_STOP_S = 0.4
+"""What a peer that is writing gets to stop when this side closes: it hangs up when it has."""
 
 _MAX_OPEN = 1024
 """Transfers that a peer may have asked for and not ended."""
@@ -106,13 +106,24 @@ class Inbound:
             finally:
                 # First tell the peer, at once: the receiver may take its time.
                 self._wire.finish_sending()
-                if serving.is_written_to:
-                    self._wire.wait_for_hang_up(_STOP_S)
+                if serving.is_written_to and not link.revoke():
+                    self._wait_for_writer()
                 self._wire.shutdown()
                 # Only with the link gone can nobody write into what was placed.
                 link.close()
                 serving.abandon(TransferAborted(self._stopped or reason))
                 self._receiver.closed(session_id, self._stopped or reason)
+
+    def _wait_for_writer(self) -> None:
+        """Wait until a peer that cannot be cut off has hung up, which it does when it has stopped writing, or is gone.
+
+        However long that takes: the memory stays taken. Only a consumer that closes does not wait for ever.
+        """
+        while self._stopped is None:
+            if self._wire.wait_for_hang_up(_TICK_S):
+                return
+        if not self._wire.wait_for_hang_up(_STOP_S):
+            logger.warning("%s does not hang up: it may still write into what it was granted", self._wire.peer)
 
 
 class Serving:
@@ -126,7 +137,7 @@ class Serving:
         self._shared = SharedRegions(link, stream)
         self._opened = Opened(link, stream)
         self._open = dict[int, _Open]()
-        self._sequence = 0
+        self._last = dict[type[Message], int]()
         self._warned = False
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
@@ -158,21 +169,22 @@ class Serving:
     def _answer(self, message: Message) -> None:
         match message:
             case Ask():
-                self._count(message.sequence)
+                self._count(message)
                 self._send(self._place(message))
             case End():
                 self._send(self._end(message))
             case Notice():
-                self._count(message.sequence)
+                self._count(message)
                 self._send(Done(message.sequence, len(message.data), self._tell(message.data)))
             case _:
                 raise ProtocolError(f"{self._peer} sent a {type(message).__name__}, which only this side may")
 
-    def _count(self, sequence: int) -> None:
-        """Raise ProtocolError unless a message comes once. Notices may be overtaken by what was asked for ahead."""
-        if sequence in self._open or sequence > self._sequence + _MAX_OPEN:
-            raise ProtocolError(f"{self._peer} sent transfer {sequence} out of turn")
-        self._sequence = max(self._sequence, sequence)
+    def _count(self, message: Ask | Notice) -> None:
+        """Raise ProtocolError unless sequences rise. Notices may be overtaken by what is asked for ahead."""
+        last = self._last.get(type(message), -1)
+        if not last < message.sequence <= max(self._last.values(), default=-1) + _MAX_OPEN:
+            raise ProtocolError(f"{self._peer} sent transfer {message.sequence} out of turn")
+        self._last[type(message)] = message.sequence
 
     # -- the beginning of a transfer ----------------------------------------------------------------------------------
 
@@ -226,7 +238,7 @@ class Serving:
 
         try:
             if self._pulls and not transfer.is_get:
-                self._pull(transfer, Progress(count, self._stream.wire.hung_up, b""), time.monotonic() + end.left_s)
+                self._pull(transfer, Progress(count, self._stream.wire.hung_up, b""), end.good_until)
             elif not transfer.is_get:
                 self._link.confirm(Progress.tag_of(end.sequence), transfer.placement.deadline)
         except PdtxError as error:
@@ -246,7 +258,7 @@ class Serving:
         if progress.stopped:
             raise TransferAborted(f"{transfer.key}: the producer has gone")
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the payload of {transfer.key}", self._peer, round(source_good_until - begun, 3))
+            raise DeadlineExceeded(f"the payload of {transfer.key}", self._peer, round(max(0.0, deadline - begun), 3))
 
     def _close(self, sequence: int, nbytes: int, error: PdtxError | None) -> str | None:
         """Take a transfer off the book and tell the receiver; return what went wrong in it."""

@@ -4,6 +4,7 @@ Every Ask and every Notice has a sequence number, counted from 0, and gets exact
 Done. Between them lie Go (the acceptor has placed it) and End (the initiator has moved it, or given it up).
 """
 
+import math
 import threading
 
 import msgspec
@@ -24,6 +25,9 @@ MAX_DESCRIPTORS = 4
 MAX_TEXT_BYTES = 512
 
 _MAX_LINK_BYTES = 64 << 10
+_MAX_NUMBER = 1 << 62
+"""Of bytes, positions and the like: sums of two still fit into int64."""
+
 _LENGTH_BYTES = 4
 
 
@@ -82,13 +86,13 @@ class Refused(_Message, tag=5, frozen=True):
 class End(_Message, tag=6, frozen=True):
     """The initiator has moved nbytes, or has given up because of error: it will not touch the memory any more.
 
-    left_s: seconds that the acceptor has to pull the bytes, after which the source may change.
+    good_until: for engines that pull: time.monotonic(), the same on all of a host, from which the source may change.
     """
 
     sequence: int
     nbytes: int
     error: str | None = None
-    left_s: float = 0.0
+    good_until: float = 0.0
 
 
 class Done(_Message, tag=7, frozen=True):
@@ -151,23 +155,27 @@ class ControlStream:
         return self.wire.receive_descriptors(count, "descriptors", deadline) if count else ()
 
     def _check(self, message: Message) -> None:
-        """Raise ProtocolError for sizes that no honest peer sends."""
+        """Raise ProtocolError for sizes and numbers that no honest peer sends."""
+        numbers = [getattr(message, name, 0) or 0 for name in ("sequence", "nbytes", "region")]
         match message:
             case Greeting():
                 fits = len(message.link) <= _MAX_LINK_BYTES
             case Share():
-                fits = len(message.key) <= _MAX_LINK_BYTES and message.region >= 0 and message.nbytes >= 0
+                fits = len(message.key) <= _MAX_LINK_BYTES
             case Ask():
-                fits = len(message.key[0].encode()) <= MAX_ID_BYTES and message.nbytes >= 0
+                numbers += message.key[1:]
+                fits = len(message.key[0].encode()) <= MAX_ID_BYTES
             case Refused():
                 fits = len(message.text) <= MAX_TEXT_BYTES
-            case End() | Done():
-                fits = len(message.error or "") <= MAX_TEXT_BYTES and message.nbytes >= 0
+            case End():
+                fits = len(message.error or "") <= MAX_TEXT_BYTES and math.isfinite(message.good_until)
+            case Done():
+                fits = len(message.error or "") <= MAX_TEXT_BYTES
             case Notice():
                 fits = len(message.data) <= MAX_NOTICE_BYTES
             case _:
                 fits = True
-        if not fits:
+        if not fits or min(numbers) < 0 or max(numbers) > _MAX_NUMBER:
             raise ProtocolError(f"{self.wire.peer} sent a {type(message).__name__} with a field beyond its limit")
 
 
@@ -185,12 +193,15 @@ def unpack_slices(ranges: Ranges | None, peer: str) -> Slices:
         raise ProtocolError(f"{peer} sent no ranges where some are needed")
     offsets = np.frombuffer(ranges.offsets, "<i8").astype(np.int64)
     if isinstance(ranges.nbytes, int):
-        if not 0 <= ranges.nbytes < 1 << 62:
-            raise ProtocolError(f"{peer} sent ranges of {ranges.nbytes} bytes")
+        if not 0 <= ranges.nbytes <= _MAX_NUMBER // max(1, len(offsets)):
+            raise ProtocolError(f"{peer} sent {len(offsets)} ranges of {ranges.nbytes} bytes")
         return Slices(offsets, np.full(len(offsets), ranges.nbytes, np.int64))
     if len(ranges.nbytes) != len(ranges.offsets):
         raise ProtocolError(f"{peer} sent {len(offsets)} ranges with {len(ranges.nbytes) // 8} sizes")
-    return Slices(offsets, np.frombuffer(ranges.nbytes, "<i8").astype(np.int64))
+    lengths = np.frombuffer(ranges.nbytes, "<i8").astype(np.int64)
+    if len(lengths) and (lengths.min() < 0 or lengths.max() > _MAX_NUMBER // len(lengths)):
+        raise ProtocolError(f"{peer} sent ranges of {lengths.min()} to {lengths.max()} bytes")
+    return Slices(offsets, lengths)
 
 
 def pack_key(key: TransferKey) -> tuple[str, int, int, int, int, int, int, int]:

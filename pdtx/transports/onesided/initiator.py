@@ -55,6 +55,8 @@ _AHEAD = 16
 """Transfers that are asked for before the one that is moving has ended."""
 
 _MOVER = "mover"
+_LATEST = 1e300
+"""A deadline that can be sent, for those who have none."""
 _TOO_LATE = "it ended before a byte moved"
 _ROOM_S = 30.0
 """Control messages are small: a peer that makes no room for one in this time does not read any more."""
@@ -82,6 +84,7 @@ class _Asked:
     handle: TransferHandle
     job: _Job
     begun: bool = False  # whether it is its turn, and nobody has cancelled it before
+    over: bool = False  # whether its end, or the notice, has been sent
     answer: Go | Refused | None = None
 
     def begin(self) -> None:
@@ -198,6 +201,9 @@ class OneSidedConnection(Connection):
         with self._book.changed:
             first, self._book.closed = not self._book.closed, True
             self._book.changed.notify_all()
+        if self._pulls:
+            # Before any transfer ends, and its source changes: what the peer is reading counts for nothing now.
+            self._stream.wire.shutdown()
         self._link.interrupt()
         return first
 
@@ -239,6 +245,12 @@ class OneSidedConnection(Connection):
     def _send(self, message: Message) -> None:
         self._stream.send(message, time.monotonic() + _ROOM_S)
 
+    def _send_last(self, asked: _Asked, message: Message) -> None:
+        """Send a transfer's end, or a notice; Done may come from now on."""
+        with self._book.changed:
+            asked.over = True
+        self._send(message)
+
     # -- the mover's thread -------------------------------------------------------------------------------------------
 
     def _move_all(self) -> None:
@@ -254,7 +266,7 @@ class OneSidedConnection(Connection):
     def _tell(self, asked: _Asked) -> None:
         """Send a notice, unless it was cancelled."""
         if asked.begun:
-            self._send(Notice(asked.sequence, asked.job.data))
+            self._send_last(asked, Notice(asked.sequence, asked.job.data))
             asked.handle.mark_sent()
             return
         with self._book.changed:
@@ -287,20 +299,20 @@ class OneSidedConnection(Connection):
         handle = asked.handle
         if not asked.begun or handle.state.final or region is None:
             # Cancelled, or its deadline came while the peer made up its mind: the source may be gone.
-            self._send(End(asked.sequence, 0, _TOO_LATE))
+            self._send_last(asked, End(asked.sequence, 0, _TOO_LATE))
             return
         try:
             if asked.job.is_get or not self._pulls:
                 self._carry_out(asked, go, region)
         except Stopped:
-            self._send(End(asked.sequence, 0, _TOO_LATE))
+            self._send_last(asked, End(asked.sequence, 0, _TOO_LATE))
             return
         except PdtxError as error:
             handle.finish(error)
-            self._send(End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
+            self._send_last(asked, End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
             raise
         handle.mark_sent()
-        self._send(End(asked.sequence, handle.nbytes, left_s=max(0.0, handle.deadline - time.monotonic())))
+        self._send_last(asked, End(asked.sequence, handle.nbytes, good_until=min(handle.deadline, _LATEST)))
 
     def _carry_out(self, asked: _Asked, go: Go, region: Region) -> None:
         """Move a transfer's bytes. Raises what ends the connection."""
@@ -348,15 +360,18 @@ class OneSidedConnection(Connection):
         book = self._book
         with book.changed:
             asked = book.unanswered.get(message.sequence)
-            # First Go or Refused and then, after a Go, Done; a notice has only Done.
-            waits_for_done = asked is not None and (asked.job.region is None or isinstance(asked.answer, Go))
-            if asked is None or waits_for_done != isinstance(message, Done):
+            done = isinstance(message, Done)
+            # First Go or Refused; Done only after the end, so that it says something about what has moved.
+            in_turn = asked is not None and (asked.over if done else asked.answer is None and not asked.over)
+            if asked is None or not in_turn:
                 raise ProtocolError(f"{self._peer} answered transfer {message.sequence} out of turn")
             if not isinstance(message, Done):
                 asked.answer = message
                 book.changed.notify_all()
             if not isinstance(message, Go):
                 del book.unanswered[message.sequence]
+        if isinstance(message, Done) and message.error is None and message.nbytes != asked.handle.nbytes:
+            raise ProtocolError(f"{self._peer} took {message.nbytes} of {asked.handle.nbytes} bytes and calls it done")
         handle = asked.handle
         if isinstance(message, Refused):
             handle.finish(refusal(message.text, handle))
