@@ -72,7 +72,9 @@ def test_a_mover_is_made_with_its_options() -> None:
     with pytest.raises(InputError, match="unknown mover 'pigeon'"):
         open_mover("pigeon", None)
     with pytest.raises(InputError, match="advertise_host"):
-        open_mover("inproc", None, advertise="here.example")
+        open_mover("shm", None, advertise="here.example")
+    with pytest.raises(InputError, match="inproc works within one process"):
+        open_mover("inproc", None)
 
 
 def test_flags_are_passed_on() -> None:

@@ -190,7 +190,7 @@ def test_a_pool_smaller_than_all_prompts_makes_them_wait(
         (("--prompts", "/nowhere/prompts"), 2, "cannot read prompts from /nowhere/prompts"),
         (("--prompt", ""), 2, "--prompt is empty"),
         (("--mover", "pigeon"), 2, "unknown mover 'pigeon'; one of inproc"),
-        (("--mover", "inproc"), 2, "mover is inproc on the prefill side and tcp on the decode side"),
+        (("--mover", "shm"), 2, "mover is shm on the prefill side and tcp on the decode side"),
         (("--mover-option", "colour=red"), 2, "mover tcp has no option 'colour'"),
         (("--mover-option", "stall_s=soon"), 2, "option 'stall_s' of mover tcp must be a number, not 'soon'"),
         (("--mode", "fast"), 2, "mode 'fast' is not one of direct, staged, auto"),

@@ -24,6 +24,8 @@ def open_mover(name: str, options: Sequence[str] | None, *, advertise: str | Non
     from pdtx.transports import make_mover
     from pdtx.transports.registry import mover_class
 
+    if name == "inproc":
+        raise InputError("the mover inproc works within one process, and nodes are two; on one host use shm")
     typed = typed_options(name, mover_class(name), options or [])
     if advertise is not None:
         typed.setdefault("advertise_host", advertise)
