@@ -241,8 +241,9 @@ def test_revoked_peer_cannot_write_over_tcp(runtime: str, monkeypatch: pytest.Mo
         assert peer.ask("revoke") is True
         assert peer.ask("revoke") is True
         region.memory.fill_(0xEE)
-        with pytest.raises(PeerLost):
-            link.write(region, remote, runs, soon(), Moved().progress)
+        # Nobody answers any more; in a connection its control stream ends, which is noticed sooner.
+        with pytest.raises((PeerLost, DeadlineExceeded)):
+            link.write(region, remote, runs, soon(1.5), Moved().progress)
         assert torch.equal(peer.memory(), there)
 
 

@@ -308,7 +308,9 @@ class OneSidedConnection(Connection):
             self._send_last(asked, End(asked.sequence, 0, _TOO_LATE))
             return
         except PdtxError as error:
-            handle.finish(error)
+            # Stopped because the connection ends: what ended it ends the transfer, too, and says more.
+            if not self._book.closed:
+                handle.finish(error)
             self._send_last(asked, End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
             raise
         handle.mark_sent()

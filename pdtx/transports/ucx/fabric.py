@@ -41,6 +41,7 @@ class UcxFabric(Fabric[Remote]):
         self._engine = Engine(loaded, context, memory, lanes, scratch)
         self._lock = threading.Lock()
         self._links = set[UcxLink]()
+        self._retired = 0
         self._closed = False
 
     def __str__(self) -> str:
@@ -55,13 +56,19 @@ class UcxFabric(Fabric[Remote]):
         with self._lock:
             if self._closed:
                 raise TransferError("this UCX engine is closed")
-            link = UcxLink(self._engine, control, self._forget)
+            link = UcxLink(self._engine, control, self._forget, self._retire)
             self._links.add(link)
         return link
 
     def _forget(self, link: UcxLink) -> None:
         with self._lock:
             self._links.discard(link)
+
+    def _retire(self, link: UcxLink) -> None:
+        """Forget a link whose worker will never be destroyed."""
+        with self._lock:
+            self._links.discard(link)
+            self._retired += 1
 
     def close(self) -> None:
         """Give everything back, see Fabric."""
@@ -73,6 +80,9 @@ class UcxFabric(Fabric[Remote]):
         if open_links:
             # To destroy what a thread may still be using would bring the process down.
             logger.warning("%d connections of %s are still open: its memory stays registered", open_links, self)
+            return
+        if self._retired:
+            logger.info("%d workers of peers that were cut off stay, and with them what %s holds", self._retired, self)
             return
         self._engine.memory.close()
         self._engine.context.close()

@@ -28,7 +28,7 @@ from pdtx.transports.ucx.messages import (
 )
 from pdtx.transports.ucx.posting import Batch, Transfer
 from pdtx.transports.ucx.pump import make_pump
-from pdtx.transports.ucx.runtime import Context, Runtime
+from pdtx.transports.ucx.runtime import Context, Runtime, keep_for_ever
 from pdtx.transports.ucx.status import UNREACHABLE, UcsError
 
 _PROBE_BYTES = 32 << 10
@@ -61,9 +61,18 @@ class Engine:
 class UcxLink(Link[Remote]):
     """See Link. The side that asks for path, or moves anything, connects to the other by then. control: see Fabric."""
 
-    def __init__(self, engine: Engine, control: int, forget: Callable[["UcxLink"], None]) -> None:
-        """Raise UcsError if UCX cannot make a worker. forget: called once, when nothing of the link is left."""
-        self._engine, self._ucp, self._forget = engine, engine.runtime.ucp, forget
+    def __init__(
+        self,
+        engine: Engine,
+        control: int,
+        forget: Callable[["UcxLink"], None],
+        retire: Callable[["UcxLink"], None],
+    ) -> None:
+        """Raise UcsError if UCX cannot make a worker.
+
+        forget: called once, when nothing of the link is left; or retire, where its worker stays for ever.
+        """
+        self._engine, self._ucp, self._forget, self._retire = engine, engine.runtime.ucp, forget, retire
         self._peer = peer_name(control)
         self._worker = engine.context.worker()
         self._pump = make_pump(self._ucp, self._worker.handle, native_library())
@@ -187,7 +196,7 @@ class UcxLink(Link[Remote]):
         return self._pump.run(time.monotonic() + timeout_s, descriptor=descriptor)
 
     def revoke(self) -> bool:
-        """Destroy the worker if that keeps the peer from writing here, see Link.
+        """Let the worker rest for ever if that keeps the peer from writing here, see Link.
 
         It does where the peer needs the worker, as over tcp. It does not where the peer's process or network card
         reaches the memory by itself; such a peer goes on until it is told otherwise.
@@ -197,7 +206,12 @@ class UcxLink(Link[Remote]):
         near = self._greeting is None or self._greeting.host == host_id()
         if any(lane.kind == "rdma" or (near and lane.transport in DIRECT) for lane in self._engine.lanes):
             return False
-        self._destroy()
+        with self._lock:
+            self._gone = True
+        # Not destroyed: with answers to a peer under way that does not read, UCX brings the whole process down. Without
+        # progress nothing is received; what the worker holds is the price, once for each peer that had to be cut off.
+        keep_for_ever(self._worker)
+        self._retire(self)
         return True
 
     def interrupt(self) -> None:

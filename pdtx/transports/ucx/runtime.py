@@ -4,6 +4,7 @@ ucxx and ucx-py bring them along with their own ideas of how to start and end UC
 libucp. Puts, gets and memory go by the handles to the same library in every case.
 """
 
+import ctypes
 import threading
 from abc import ABC, abstractmethod
 from importlib.util import find_spec
@@ -109,3 +110,8 @@ def _best(choice: str | None) -> str:
     if find_spec("ucxx") is not None:
         return "ucxx"
     return "ucx-py" if find_spec("ucp") is not None else "raw"
+
+
+def keep_for_ever(worker: Worker) -> None:
+    """Never destroy a worker, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))
