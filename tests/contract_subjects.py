@@ -1,5 +1,6 @@
 """The movers that are held to the contract. One more is one line here."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,14 @@ _WITH_PROCESSES = {
 """Of interest only where the peer is another process."""
 
 FAULT_SUBJECTS = ("tcp", "tcp-2", "tcp-bounce-1MiB", "shm", "shm-mapped", "nixl-tcp")
+
+THOROUGH = ("tcp-bounce", "tcp-bounce-1MiB", "tcp-v6", "nixl-tcp")
+"""Variants of movers that are held to the whole contract with -m thorough only."""
+
+
+def sampled(names: Iterable[str], thorough: Collection[str] = THOROUGH) -> list[object]:
+    """Return the names as parameters of a test, some of them for -m thorough."""
+    return [pytest.param(name, marks=pytest.mark.thorough) if name in thorough else name for name in names]
 
 
 def usable(name: str) -> Subject:

@@ -31,6 +31,7 @@ from pdtx.protocol import Complete, Failure, LayerDone, Message
 from pdtx.sidechannel import Dialer, Listener
 from pdtx.transports import Placement, Receiver, Region, TransferHandle, TransferKey, make_mover
 from tests import stopping_producer
+from tests.contract_subjects import sampled
 from tests.engine_pair import Pair, attention, begin, produce, require_contents, wait_until
 from tests.faulty_mover import FaultyConnection, FaultyReceiver, OnPut, Post, Timers, faulty
 from tests.stopping_producer import StoppingProducer
@@ -52,7 +53,7 @@ SETTLED_S = 2.0
 MOVERS = ("tcp", "ucx", "shm", "nixl")
 
 
-@pytest.fixture(params=MOVERS)
+@pytest.fixture(params=sampled(MOVERS, ("shm", "nixl")))
 def mover(request: pytest.FixtureRequest) -> str:
     return usable(request.param)
 

@@ -11,11 +11,11 @@ from pdtx.testing import CONTRACT, BufferScene, ContractViolation, Subject, chec
 from pdtx.testing.contract import start
 from pdtx.transports import Mover, make_mover
 from tests.broken_movers import DropsTheLastRun, ReportsDoneTooEarly, SwapsTwoRuns, WritesOutside
-from tests.contract_subjects import SUBJECTS, usable
+from tests.contract_subjects import SUBJECTS, sampled, usable
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", sampled(SUBJECTS))
 def test_contract(name: str, check: Callable[[Subject], None]) -> None:
     check(usable(name))
 

@@ -7,6 +7,7 @@ from pdtx.testing.contract import CONTRACT, FAULTS, Check, Subject
 from pdtx.testing.contract.faults import check_stopped_producer
 from pdtx.transports import make_mover
 from pdtx.transports.ucx.mover import UcxMover
+from tests.contract_subjects import sampled
 from tests.ucx_peer import usable_runtime
 
 UCX = Subject.named("ucx")
@@ -17,7 +18,7 @@ def name_of(check: Check) -> str:
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=name_of)
-@pytest.mark.parametrize("tls", ["tcp", "all"])
+@pytest.mark.parametrize("tls", sampled(["tcp", "all"], ["tcp"]))
 def test_contract(tls: str, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     usable_runtime()
     monkeypatch.setenv("UCX_TLS", tls)
@@ -25,7 +26,7 @@ def test_contract(tls: str, check: Check, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("check", FAULTS, ids=name_of)
-@pytest.mark.parametrize("tls", ["tcp", "all"])
+@pytest.mark.parametrize("tls", sampled(["tcp", "all"], ["all"]))
 def test_faults(tls: str, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     usable_runtime()
     if tls == "all" and check is check_stopped_producer:
