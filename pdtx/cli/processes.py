@@ -79,9 +79,9 @@ class Node:
 
         Raises PdtxError if the process ends first, DeadlineExceeded after timeout_s.
         """
-        killer = threading.Timer(timeout_s, self.process.kill)
-        killer.start()
+        killer = self._killer(timeout_s)
         try:
+            killer.start()
             line = self.process.stdout.readline() if self.process.stdout is not None else ""
         finally:
             expired = not killer.is_alive()
@@ -97,9 +97,9 @@ class Node:
 
         Raises PdtxError if it printed nothing, DeadlineExceeded after timeout_s.
         """
-        killer = threading.Timer(timeout_s, self.process.kill)
-        killer.start()
+        killer = self._killer(timeout_s)
         try:
+            killer.start()
             text = self.process.stdout.read() if self.process.stdout is not None else ""
             self.process.wait()
         finally:
@@ -110,6 +110,12 @@ class Node:
         if not text.strip():
             raise self._died()
         return text
+
+    def _killer(self, timeout_s: float) -> threading.Timer:
+        """Return what will kill the process; a signal that comes while it is started must not be held up by it."""
+        killer = threading.Timer(timeout_s, self.process.kill)
+        killer.daemon = True
+        return killer
 
     def _died(self) -> PdtxError:
         code = self.process.wait()
