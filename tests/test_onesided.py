@@ -66,6 +66,23 @@ def _producer_link(pair: MoverPair) -> MemoryLink:
     return pair.producer.fabric.links[-1]
 
 
+def _slow_to_stop(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let a write take until it is stopped, and a while longer; return the times at which it had."""
+    stopped = list[float]()
+    inner = link.write
+
+    def write(*arguments: object) -> None:
+        try:
+            inner(*arguments)  # type: ignore[arg-type]
+        finally:
+            time.sleep(0.3)
+            stopped.append(time.monotonic())
+
+    monkeypatch.setattr(link, "write", write)
+    link.slow_s = 30.0
+    return stopped
+
+
 @pytest.mark.parametrize("layouts", [("flash_attn_nhd", "flashinfer_hnd"), ("flashinfer_hnd", "flash_attn_nhd")])
 def test_a_staged_put_in_many_pieces_is_exact(layouts: tuple[str, str]) -> None:
     with MoverPair(PushingMover) as pair:
@@ -93,18 +110,7 @@ def test_the_memory_stays_granted_while_a_late_transfer_may_still_write(monkeypa
     with MoverPair(PushingMover) as pair:
         connection = pair.connect()
         link = _producer_link(pair)
-        stopped = list[float]()
-        inner = link.write
-
-        def write(*arguments: object) -> None:
-            try:
-                inner(*arguments)  # type: ignore[arg-type]
-            finally:
-                time.sleep(0.3)  # an engine that takes its time to stop
-                stopped.append(time.monotonic())
-
-        monkeypatch.setattr(link, "write", write)
-        link.slow_s = 30.0
+        stopped = _slow_to_stop(link, monkeypatch)
         scene = Scene()
         plan = scene.plan()
         pair.grants.grant("session", scene.key(plan), scene.placement(plan))
@@ -646,18 +652,7 @@ def test_a_consumer_that_closes_waits_for_the_writer_to_stop(monkeypatch: pytest
     with MoverPair(PushingMover) as pair:
         connection = pair.connect()
         link = _producer_link(pair)
-        stopped = list[float]()
-        inner = link.write
-
-        def write(*arguments: object) -> None:
-            try:
-                inner(*arguments)  # type: ignore[arg-type]
-            finally:
-                time.sleep(0.3)
-                stopped.append(time.monotonic())
-
-        monkeypatch.setattr(link, "write", write)
-        link.slow_s = 30.0
+        stopped = _slow_to_stop(link, monkeypatch)
         heard = list[float]()
         placed = pair.grants.placed
 

@@ -8,7 +8,7 @@ import time
 
 from pdtx.address import WILDCARDS, join_address, parse_address, resolve
 from pdtx.errors import AddressInUse, DeadlineExceeded, InputError, PeerUnreachable
-from pdtx.transports.wire import milliseconds, set_buffers
+from pdtx.transports.wire import Wire, milliseconds, set_buffers
 
 _BACKLOG = 128
 _LOCAL_TRIES = 64
@@ -125,3 +125,12 @@ def dial_local(address: str, deadline: float) -> socket.socket:
             f"nobody answers at {address} on this host: {reason}; shm works on one host only"
         ) from None
     return sock
+
+
+def wire_to(sock: socket.socket, address: str) -> Wire:
+    """Return a dialled socket as a wire, which owns it. Raises PeerUnreachable if it is gone again."""
+    try:
+        return Wire(sock, address)
+    except OSError as error:  # before it could be tuned
+        sock.close()
+        raise PeerUnreachable(f"connection to {address} broke: {error.strerror or error}") from None

@@ -14,7 +14,7 @@ from pdtx.transports.bounce import BOUNCE_BYTES, Stager
 from pdtx.transports.handshake import prove_to_consumer
 from pdtx.transports.listener import Listener
 from pdtx.transports.outbox import DeadlineWatch
-from pdtx.transports.sockets import bind_tcp, dial_tcp
+from pdtx.transports.sockets import bind_tcp, dial_tcp, wire_to
 from pdtx.transports.tcp_consumer import ConsumerOptions, Inbound
 from pdtx.transports.tcp_frames import DIALECT
 from pdtx.transports.tcp_producer import TcpConnection
@@ -84,7 +84,8 @@ class TcpMover(Mover):
         try:
             connection_id = secrets.token_bytes(CONNECTION_ID_BYTES)
             for index in range(self._streams):
-                wires.append(self._dial(address, deadline))
+                sock = dial_tcp(address, deadline, buffer_bytes=self._buffer_bytes)
+                wires.append(wire_to(sock, address))
                 prove_to_consumer(wires[-1], DIALECT, session_id, token, deadline)
                 _join(wires[-1], Join(connection_id, index, self._streams, self._part_bytes), deadline)
             _wait_until_ready(wires[0], deadline)
@@ -97,14 +98,6 @@ class TcpMover(Mover):
                 wire.close()
             raise
         return connection
-
-    def _dial(self, address: str, deadline: float) -> Wire:
-        sock = dial_tcp(address, deadline, buffer_bytes=self._buffer_bytes)
-        try:
-            return Wire(sock, address)
-        except OSError as error:  # gone again before it could be tuned
-            sock.close()
-            raise PeerUnreachable(f"connection to {address} broke: {error.strerror or error}") from None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,6 +1,5 @@
 """A mover made of an engine: sessions and grants over a control stream, bytes by the engine."""
 
-import socket
 import threading
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from pdtx.transports.onesided.initiator import OneSidedConnection
 from pdtx.transports.onesided.joining import join
 from pdtx.transports.onesided.pieces import Packer
 from pdtx.transports.outbox import DeadlineWatch
-from pdtx.transports.sockets import bind_local, bind_tcp, dial_local, dial_tcp
+from pdtx.transports.sockets import bind_local, bind_tcp, dial_local, dial_tcp, wire_to
 from pdtx.transports.wire import Wire
 
 
@@ -56,7 +55,7 @@ class OneSidedMover(Mover):
         """Open a connection, see Mover. Raises also ProtocolError if the peer speaks otherwise."""
         with self._lock:
             self._check_open()
-        wire = _wire(dial_local(address, deadline) if self.within_host else dial_tcp(address, deadline), address)
+        wire = wire_to(dial_local(address, deadline) if self.within_host else dial_tcp(address, deadline), address)
         try:
             prove_to_consumer(wire, self._dialect, session_id, token, deadline)
             return self._join(wire, deadline)
@@ -106,11 +105,3 @@ class OneSidedMover(Mover):
             listener.close()
         self._watch.close()
         self._fabric.close()
-
-
-def _wire(sock: socket.socket, address: str) -> Wire:
-    try:
-        return Wire(sock, address)
-    except OSError as error:  # gone again before it could be tuned
-        sock.close()
-        raise PeerUnreachable(f"connection to {address} broke: {error.strerror or error}") from None
