@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
 
-from benchmarks.peers import Peer
+from benchmarks.peers import MOVES_A_ROUND, Peer
 from benchmarks.peers.child import Child, awake
 from benchmarks.station import Operation, StationOptions, Stations
 from benchmarks.workload import LLAMA_CASE, Case, Side
@@ -40,7 +40,7 @@ class MoverPair(Peer):
         operation: Operation = "put",
         mode: Mode = Mode.DIRECT,
         costs: Costs | None = None,
-        repeat: int = 1,
+        repeat: int = MOVES_A_ROUND,
         room: int = 0,
     ) -> None:
         super().__init__(f"pdtx {mover} {operation}", "", case.nbytes)
@@ -111,7 +111,7 @@ class MoverPair(Peer):
     # -- rounds -----------------------------------------------------------------------------------------------------
 
     def round(self) -> float:
-        """Move the case once (or repeat times), verify it; return the seconds of one move.
+        """Move the case repeat times, verify it; return the seconds of one move.
 
         What else was written at the destination counts as wrong, too; that is looked at in a case's first round.
         """

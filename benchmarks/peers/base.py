@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -24,6 +25,8 @@ _CODE = np.uint64(0x9E3779B97F4A7C15)
 _POISON = 0xEE
 _POISON_WORD = np.uint64(0xEEEE_EEEE_EEEE_EEEE)
 _CHECKED_AT_ONCE = 4 << 20
+MOVES_A_ROUND = 3
+"""Of which the median counts: the first finds memory and caches as the others have left them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +160,10 @@ class Peer(ABC):
 
     @abstractmethod
     def round(self) -> float:
-        """Move the bytes once and verify them; return the seconds of the move alone. Raises PdtxError."""
+        """Move the bytes a few times and verify them; return the seconds of a move alone, the median.
+
+        Raises PdtxError.
+        """
 
     @abstractmethod
     def stop(self) -> None:
@@ -181,11 +187,11 @@ Cache = TypeVar("Cache", bound=CacheMemory)
 
 
 class PairPeer(Peer, Generic[Cache]):
-    """A yardstick of two processes, each with a cache. Between rounds both are stopped."""
+    """A yardstick of two processes, each with a cache. Between rounds both are stopped. repeat: moves in a round."""
 
-    def __init__(self, name: str, detail: str, workload: Workload) -> None:
+    def __init__(self, name: str, detail: str, workload: Workload, *, repeat: int = MOVES_A_ROUND) -> None:
         super().__init__(name, detail, workload.nbytes)
-        self.workload = workload
+        self.workload, self._repeat = workload, repeat
         self._children = list[Child[Cache]]()
 
     @abstractmethod
@@ -216,7 +222,7 @@ class PairPeer(Peer, Generic[Cache]):
         source, destination = self._children
         with awake(source, destination):
             destination.call(CacheMemory.poison)
-            seconds = self.move(source, destination)
+            seconds = median(self.move(source, destination) for _ in range(self._repeat))
             self.wrong += destination.call(CacheMemory.wrong)
         return seconds
 

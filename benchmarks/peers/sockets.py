@@ -3,9 +3,8 @@
 import socket
 import time
 from collections.abc import Sequence
-from statistics import median
 
-from benchmarks.peers.base import CacheMemory, PairPeer, Workload
+from benchmarks.peers.base import MOVES_A_ROUND, CacheMemory, PairPeer, Workload
 from benchmarks.peers.child import Child
 from pdtx.transports.wire import tune
 
@@ -61,8 +60,8 @@ class BulkSocket(PairPeer[_End]):
 
     _back = False
 
-    def __init__(self, nbytes: int = 256 << 20) -> None:
-        super().__init__("plain socket", f"sendall/recv_into of {nbytes} bytes", Workload.bulk(nbytes))
+    def __init__(self, nbytes: int = 256 << 20, *, repeat: int = MOVES_A_ROUND) -> None:
+        super().__init__("plain socket", f"sendall/recv_into of {nbytes} bytes", Workload.bulk(nbytes), repeat=repeat)
 
     def children(self) -> Sequence[Child[_End]]:
         """See PairPeer."""
@@ -82,16 +81,14 @@ class BulkSocket(PairPeer[_End]):
 
 
 class SocketPingPong(BulkSocket):
-    """The same bytes there and back; a round takes half of that. repeat: how often in a round; the median counts."""
+    """The same bytes there and back; a move takes half of that."""
 
     _back = True
 
-    def __init__(self, nbytes: int = 2 << 20, *, repeat: int = 1) -> None:
-        super().__init__(nbytes)
+    def __init__(self, nbytes: int = 2 << 20, *, repeat: int = MOVES_A_ROUND) -> None:
+        super().__init__(nbytes, repeat=repeat)
         self.name, self.detail = "socket ping-pong", f"half of {nbytes} bytes there and back"
-        self._repeat = repeat
 
     def move(self, source: Child[_End], destination: Child[_End]) -> float:
         """See PairPeer."""
-        move = super().move
-        return median(move(source, destination) for _ in range(self._repeat)) / 2
+        return super().move(source, destination) / 2
