@@ -14,8 +14,8 @@ from pdtx.cache.memory import allocate
 from pdtx.errors import PdtxError, TransferRefused
 from pdtx.plan import Costs, Mode, Slices, TransferPlan, choose_mode
 from pdtx.plan.modes import PIECE_BYTES
+from pdtx.ranges.units import UnitGrid, common_unit
 from pdtx.transports import Connection, Mover, Placement, Region, TransferKey, make_mover
-from pdtx.transports.units import UnitGrid, common_unit
 
 Operation = Literal["put", "get"]
 

@@ -12,6 +12,9 @@ PdtxError                        exit code 1
 ├── CacheError
 │   ├── OutOfBlocks              the pool has fewer free blocks than asked for
 │   └── StaleBlocks              a block was freed, and perhaps given to another request, meanwhile
+├── TierError                    what goes wrong in a tier that keeps blocks
+│   ├── TierBusy                 it has too much to do already
+│   └── TierInUse                another process keeps its blocks there
 ├── ProtocolError                a peer's message that is malformed, too large or of another version
 │   └── IncompatiblePeer         the handshake found a field that differs
 ├── PeerError
@@ -96,6 +99,18 @@ class OutOfBlocks(CacheError):
 
 class StaleBlocks(CacheError):
     """A block was freed, and perhaps given to another request, since it was handed out."""
+
+
+class TierError(PdtxError):
+    """Root of what goes wrong in a tier that keeps blocks."""
+
+
+class TierBusy(TierError):
+    """The tier has too much to do already; what was asked for has not been begun."""
+
+
+class TierInUse(TierError):
+    """Another process keeps its blocks in that directory."""
 
 
 class ProtocolError(PdtxError):

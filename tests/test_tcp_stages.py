@@ -10,14 +10,14 @@ import torch
 
 from pdtx.native import library
 from pdtx.plan import Runs, Slices
+from pdtx.ranges.hostgrid import HostGrid
+from pdtx.ranges.iovec import Iovecs
+from pdtx.ranges.units import UnitGrid
 from pdtx.testing import MoverPair
 from pdtx.transports import Placement, Region, TransferKey
 from pdtx.transports.bounce import BounceStage, Stager
-from pdtx.transports.hostgrid import HostGrid
-from pdtx.transports.iovec import Iovecs
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_payload import straight
-from pdtx.transports.units import UnitGrid
 
 KEY = TransferKey("request", 0, 1, 0, 16)
 

@@ -18,8 +18,9 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
-from pdtx.errors import DeadlineExceeded, PdtxError, TransferAborted
+from pdtx.errors import DeadlineExceeded, PdtxError, TransferAborted, TransferRefused
 from pdtx.plan import Runs, Slices
+from pdtx.ranges import check_within
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,12 @@ class Placement:
     region: Region
     slices: Slices
     deadline: float = float("inf")
+
+    def check(self, nbytes: int) -> None:
+        """Raise TransferRefused or PlanError unless a payload of nbytes fits exactly."""
+        if self.slices.total != nbytes:
+            raise TransferRefused(f"the payload has {nbytes} bytes, the consumer's plan {self.slices.total}")
+        check_within(self.slices, self.region.nbytes, "the destination")
 
 
 class Receiver(Protocol):

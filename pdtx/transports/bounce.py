@@ -1,6 +1,6 @@
 """From a region to what a socket can read or write: straight iovecs, or bounce buffers where those cost more.
 
-Both kinds yield iovec arrays, see pdtx.transports.iovec, in stream order:
+Both kinds yield iovec arrays, see pdtx.ranges.iovec, in stream order:
 gather yields ranges that hold the payload and may be read until the next one is asked for; scatter yields ranges to be
 filled, and puts them in their place when the next one is asked for. What was yielded last is in its place when the
 iteration has ended.
@@ -16,10 +16,10 @@ import torch
 
 from pdtx.native import library
 from pdtx.plan import Slices
+from pdtx.ranges.hostgrid import HostGrid
+from pdtx.ranges.iovec import Iovecs, range_of
+from pdtx.ranges.units import UnitGrid, common_unit
 from pdtx.transports.base import Region
-from pdtx.transports.hostgrid import HostGrid
-from pdtx.transports.iovec import Iovecs, range_of
-from pdtx.transports.units import UnitGrid, common_unit
 
 BOUNCE_BYTES = 2 << 20
 """Of one buffer: small enough that the first piece of a layer is packed soon, and the others while it is sent."""

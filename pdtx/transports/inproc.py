@@ -19,6 +19,7 @@ from pdtx.errors import (
     TransferRefused,
 )
 from pdtx.plan import Runs, Slices
+from pdtx.ranges import check_within, copy_ranges
 from pdtx.transports.base import (
     MAX_NOTICE_BYTES,
     NOTICE_KEY,
@@ -32,13 +33,10 @@ from pdtx.transports.base import (
     TransferKey,
 )
 from pdtx.transports.gets import GetHandle, Stopped
-from pdtx.transports.iovec import check_placement, check_within
 from pdtx.transports.outbox import DeadlineWatch, Outbox
-from pdtx.transports.units import UnitGrid, common_unit
 
 logger = logging.getLogger(__name__)
 
-_COPY_BYTES = 8 << 20
 _JOIN_S = 0.8
 
 _lock = threading.Lock()
@@ -220,7 +218,7 @@ class InprocConnection(Connection):
         except PdtxError as error:
             raise TransferRefused(f"{handle.peer} refused {handle.key}: {error}") from None
         try:
-            check_placement(there, handle.nbytes)
+            there.check(handle.nbytes)
             if handle.state.final:
                 # Its deadline came while the receiver made up its mind: the memory may be somebody else's.
                 raise TransferError(f"{handle.key} has ended before a byte moved")
@@ -239,8 +237,4 @@ class InprocConnection(Connection):
 
 def copy_slices(source: Placement, destination: Placement) -> None:
     """Copy the bytes of source to destination, both of the same size, in stream order; any devices."""
-    unit = common_unit(source.slices, destination.slices)
-    reading = UnitGrid(source.region.memory, source.slices, unit)
-    writing = UnitGrid(destination.region.memory, destination.slices, unit)
-    for first, stop in reading.pieces(_COPY_BYTES):
-        writing.put(first, stop, reading.take(first, stop))
+    copy_ranges(source.region.memory, source.slices, destination.region.memory, destination.slices)

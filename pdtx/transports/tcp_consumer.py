@@ -14,7 +14,6 @@ from pdtx.errors import (
 )
 from pdtx.transports.base import MAX_NOTICE_BYTES, Placement, Receiver, TransferHandle, TransferKey
 from pdtx.transports.handshake import admit_producer
-from pdtx.transports.iovec import check_placement
 from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.outbox import DeadlineWatch
 from pdtx.transports.tcp_frames import DIALECT, HEADER_BYTES, Header, Kind, Status, pack_ack
@@ -153,7 +152,7 @@ class Inbound:
             logger.exception("the receiver failed at the request for %s", header.key)
             raise TransferRefused("it failed at this request; its log says why") from error
         try:
-            check_placement(placement, header.nbytes)
+            placement.check(header.nbytes)
         except PdtxError as error:
             self._tell(tell, header.key, 0, error)
             raise

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from pdtx.plan import Slices
+from pdtx.ranges.iovec import IovecCursor, Iovecs, iovecs, range_of
 from pdtx.transports.base import Region
 from pdtx.transports.bounce import Stage
-from pdtx.transports.iovec import IovecCursor, Iovecs, iovecs, range_of
 from pdtx.transports.wire import FOREVER, Guard, Wire
 
 Progress = Callable[[int], None]

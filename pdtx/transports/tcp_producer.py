@@ -25,11 +25,11 @@ from pdtx.errors import (
     TransferRefused,
 )
 from pdtx.plan import Runs, Slices
+from pdtx.ranges.iovec import IovecCursor, check_within
 from pdtx.transports.base import MAX_NOTICE_BYTES, NOTICE_KEY, Connection, Path, Region, TransferHandle, TransferKey
 from pdtx.transports.bounce import Stager
 from pdtx.transports.crew import Crew, lost_by
 from pdtx.transports.gets import GetHandle
-from pdtx.transports.iovec import IovecCursor, check_within
 from pdtx.transports.outbox import DeadlineWatch, Outbox
 from pdtx.transports.tcp_frames import ACK_BYTES, Ack, Header, Kind, Status, number
 from pdtx.transports.tcp_payload import straight

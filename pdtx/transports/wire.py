@@ -12,7 +12,7 @@ from types import TracebackType
 
 from pdtx.address import join_address
 from pdtx.errors import DeadlineExceeded, PeerLost, ProtocolError
-from pdtx.transports.iovec import IovecCursor, Iovecs, VectorCall, receive_all, send_at_once, writev
+from pdtx.ranges.iovec import IovecCursor, Iovecs, VectorCall, receive_all, send_at_once, writev
 
 FOREVER = float("inf")
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from pdtx.plan import Slices
 from pdtx.plan.runs import Int64s
-from pdtx.transports.units import common_unit
+from pdtx.ranges.units import common_unit
 
 Descriptors = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int32]

@@ -14,9 +14,9 @@ from pdtx.errors import (
     TransferRefused,
 )
 from pdtx.plan import Slices
+from pdtx.ranges.iovec import check_within
 from pdtx.transports.base import Placement, Receiver, TransferKey
 from pdtx.transports.handshake import Dialect, admit_producer
-from pdtx.transports.iovec import check_placement, check_within
 from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.onesided.fabric import Fabric, Link, Progress
 from pdtx.transports.onesided.frames import (
@@ -206,7 +206,7 @@ class Serving:
             return Refused(ask.sequence, "the consumer failed to place it; its log says why")
         transfer = _Open(key, ask.is_get, ask.nbytes, placement, ask.region, source)
         try:
-            check_placement(placement, ask.nbytes)
+            placement.check(ask.nbytes)
             if source is not None and source.total != ask.nbytes:
                 raise TransferRefused(f"the source has {source.total} bytes, the payload {ask.nbytes}")
             go = Go(ask.sequence)

@@ -16,6 +16,7 @@ import numpy as np
 
 from pdtx.errors import InputError, PdtxError, PeerLost, ProtocolError
 from pdtx.plan import Runs, Slices
+from pdtx.ranges.iovec import check_within
 from pdtx.transports.base import (
     MAX_NOTICE_BYTES,
     NOTICE_KEY,
@@ -28,7 +29,6 @@ from pdtx.transports.base import (
 from pdtx.transports.crew import Crew
 from pdtx.transports.gets import GetHandle, Stopped
 from pdtx.transports.handshake import bounded_id
-from pdtx.transports.iovec import check_within
 from pdtx.transports.onesided.fabric import Link, Progress
 from pdtx.transports.onesided.frames import (
     Ask,

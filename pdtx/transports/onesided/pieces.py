@@ -8,8 +8,8 @@ import torch
 
 from pdtx.cache.memory import allocate
 from pdtx.plan import Slices
+from pdtx.ranges.units import UnitGrid, common_unit
 from pdtx.transports.base import Region
-from pdtx.transports.units import UnitGrid, common_unit
 
 _BUFFERS = 2
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from pdtx.plan import Slices
 from pdtx.plan.runs import Int64s
-from pdtx.transports.iovec import IovecCursor, iovecs, range_of
+from pdtx.ranges.iovec import IovecCursor, iovecs, range_of
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = _libc.process_vm_readv

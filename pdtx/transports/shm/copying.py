@@ -14,11 +14,11 @@ from pdtx.cache import record_fence
 from pdtx.errors import InputError
 from pdtx.native import Memory, Native, library
 from pdtx.plan import Runs, Slices
+from pdtx.ranges.units import UnitGrid, common_unit
 from pdtx.transports.base import Region
 from pdtx.transports.pairing import cut_stream
 from pdtx.transports.shm.attach import AttachedCopy, bounded, may_attach
 from pdtx.transports.shm.remote import Foreign, Mapped, Remote
-from pdtx.transports.units import UnitGrid, common_unit
 
 CopyBy = Literal["auto", "native", "kernel", "torch"]
 

@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pdtx.errors import PlanError, TransferRefused
+from pdtx.errors import PlanError
 from pdtx.plan import Slices
-from pdtx.transports.base import Placement
 
 Iovecs = npt.NDArray[np.uint64]
 VectorCall = Callable[[int, int, int], int]
@@ -133,13 +132,6 @@ def check_within(slices: Slices, nbytes: int, what: str) -> None:
             f"run {at} covers {int(slices.nbytes[at])} bytes from byte {int(slices.offsets[at])} of {what}, "
             f"beyond its region of {nbytes}"
         )
-
-
-def check_placement(placement: Placement, nbytes: int) -> None:
-    """Raise TransferRefused or PlanError unless a payload of nbytes fits exactly where it is to go."""
-    if placement.slices.total != nbytes:
-        raise TransferRefused(f"the payload has {nbytes} bytes, the consumer's plan {placement.slices.total}")
-    check_within(placement.slices, placement.region.nbytes, "the destination")
 
 
 class IovecCursor:
