@@ -238,7 +238,8 @@ def test_a_lost_producers_transfer_ends_only_after_the_link_is_closed() -> None:
         assert grants.heard[0].error is not None
 
 
-def test_a_notice_comes_after_the_transfers_before_it() -> None:
+@pytest.mark.parametrize("make", [PushingMover, PullingMover])
+def test_a_notice_comes_after_the_transfers_before_it(make: type[PushingMover | PullingMover]) -> None:
     order = list[str]()
 
     class Ordered(GrantingReceiver):
@@ -250,10 +251,13 @@ def test_a_notice_comes_after_the_transfers_before_it() -> None:
             order.append(data.decode())
 
     grants = Ordered()
-    with MoverPair(PushingMover, receiver=grants, grants=grants) as pair:
+    with MoverPair(make, receiver=grants, grants=grants) as pair:
         connection = pair.connect()
-        _producer_link(pair).slow_s = 0.1
         scenes = [Scene(seed=seed, num_layers=1) for seed in range(3)]
+        for mover in (pair.producer, pair.consumer):
+            assert isinstance(mover, make)
+            for link in mover.fabric.links:
+                link.slow_s = 0.1
         handles = [_start(pair, connection, scene) for scene in scenes[:2]]
         notice = connection.notify(b"two are there", time.monotonic() + 10)
         handles.append(_start(pair, connection, scenes[2]))
@@ -261,6 +265,57 @@ def test_a_notice_comes_after_the_transfers_before_it() -> None:
             handle.wait()
         assert notice.key == NOTICE_KEY
         assert order == ["request-0", "request-1", "two are there", "request-2"]
+
+
+def test_the_next_put_is_placed_while_one_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed, inner = threading.Event(), MemoryLink.read
+    waited = list[bool]()
+
+    def read(self: MemoryLink, *arguments: object) -> None:
+        waited.append(placed.wait(5))
+        inner(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryLink, "read", read)
+    grants = GrantingReceiver()
+    told = FaultyReceiver(grants, before_place=lambda key: placed.set() if key.request_id == "request-1" else None)
+    with MoverPair(PullingMover, receiver=told, grants=grants) as pair:
+        connection = pair.connect()
+        scenes = [Scene(seed=seed, num_layers=1) for seed in range(2)]
+        first = _start(pair, connection, scenes[0])
+        time.sleep(0.1)  # it is being pulled, or will be in a moment
+        second = _start(pair, connection, scenes[1])
+        first.wait()
+        second.wait()
+        assert waited == [True, True]
+        for scene in scenes:
+            scene.require_exact()
+
+
+def test_a_link_is_closed_only_after_the_pull_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read lies in memory that is gone with the link."""
+    reading, closed = threading.Event(), list[bool]()
+
+    def read(self: MemoryLink, remote: Region, region: Region, runs: Runs, deadline: float, progress: Progress) -> None:
+        reading.set()
+        while not progress.stopped:
+            time.sleep(0.01)
+        time.sleep(0.3)  # an engine that takes its time to stop
+        closed.append(self.closed)
+        raise TransferAborted("stopped")
+
+    monkeypatch.setattr(MemoryLink, "read", read)
+    with MoverPair(PullingMover) as pair:
+        connection = pair.connect()
+        scene = Scene()
+        handle = _start(pair, connection, scene)
+        assert reading.wait(5)
+        connection.close()
+        with pytest.raises(TransferError):
+            handle.wait(5)
+        heard = pair.grants.heard
+        pair.grants.wait_for(heard.__len__, "the end of the transfer")  # type: ignore[arg-type]
+        assert closed == [False]
+        assert [each.error is None for each in heard] == [False]
 
 
 @pytest.mark.parametrize("how", ["deadline", "close"])

@@ -13,7 +13,7 @@ from pdtx.errors import (
     TransferAborted,
     TransferRefused,
 )
-from pdtx.plan import Slices
+from pdtx.plan import Runs, Slices
 from pdtx.ranges.iovec import check_within
 from pdtx.transports.base import Placement, Receiver, TransferKey
 from pdtx.transports.handshake import Dialect, admit_producer
@@ -35,6 +35,7 @@ from pdtx.transports.onesided.frames import (
     unpack_slices,
 )
 from pdtx.transports.onesided.joining import join
+from pdtx.transports.onesided.puller import Puller
 from pdtx.transports.onesided.sharing import Opened, SharedRegions
 from pdtx.transports.pairing import pair_slices
 from pdtx.transports.wire import Wire
@@ -50,16 +51,21 @@ _MAX_OPEN = 1024
 """Transfers that a peer may have asked for and not ended."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Open:
-    """A transfer that is placed and has not ended. region, slices: the initiator's, for engines that pull."""
+    """A transfer that is placed and has not ended.
+
+    For engines that pull: region is the initiator's, runs lead from it to the placement; ending: it is being pulled, or
+    will be next.
+    """
 
     key: TransferKey
     is_get: bool
     nbytes: int
     placement: Placement
     region: int | None
-    slices: Slices | None
+    runs: Runs | None = None
+    ending: bool = False
 
 
 class Inbound:
@@ -109,6 +115,7 @@ class Inbound:
                 if serving.is_written_to and not link.revoke():
                     self._wait_for_writer()
                 self._wire.shutdown()
+                serving.stop_pulling()
                 # Only with the link gone can nobody write into what was placed.
                 link.close()
                 serving.abandon(TransferAborted(self._stopped or reason))
@@ -127,7 +134,7 @@ class Inbound:
 
 
 class Serving:
-    """One session's transfers. One thread does it all."""
+    """One session's transfers. One thread does it all, but for the copies of engines that pull, which have another."""
 
     def __init__(
         self, session_id: str, receiver: Receiver, stream: ControlStream, link: Link[object], pulls: bool
@@ -136,6 +143,7 @@ class Serving:
         self._pulls, self._peer = pulls, stream.wire.peer
         self._shared = SharedRegions(link, stream)
         self._opened = Opened(link, stream)
+        self._puller = Puller(stream.wire.shutdown)
         self._open = dict[int, _Open]()
         self._last = dict[type[Message], int]()
         self._warned = False
@@ -157,7 +165,7 @@ class Serving:
         return not self._pulls and any(not transfer.is_get for transfer in self._open.values())
 
     def abandon(self, error: PdtxError) -> None:
-        """Tell the receiver that nothing more comes of what is open; the link is closed."""
+        """Tell the receiver that nothing more comes of what is open; the link is closed and nothing is pulled."""
         for transfer in list(self._open.values()):
             self._heard(transfer, 0, error)
         self._open.clear()
@@ -172,10 +180,10 @@ class Serving:
                 self._count(message)
                 self._send(self._place(message))
             case End():
-                self._send(self._end(message))
+                self._end(message)
             case Notice():
                 self._count(message)
-                self._send(Done(message.sequence, len(message.data), self._tell(message.data)))
+                self._in_order(lambda: self._send(Done(message.sequence, len(message.data), self._tell(message.data))))
             case _:
                 raise ProtocolError(f"{self._peer} sent a {type(message).__name__}, which only this side may")
 
@@ -204,11 +212,13 @@ class Serving:
         except Exception:
             logger.exception("the receiver failed to place %s", key)
             return Refused(ask.sequence, "the consumer failed to place it; its log says why")
-        transfer = _Open(key, ask.is_get, ask.nbytes, placement, ask.region, source)
+        transfer = _Open(key, ask.is_get, ask.nbytes, placement, ask.region)
         try:
             placement.check(ask.nbytes)
-            if source is not None and source.total != ask.nbytes:
-                raise TransferRefused(f"the source has {source.total} bytes, the payload {ask.nbytes}")
+            if source is not None:
+                if source.total != ask.nbytes:
+                    raise TransferRefused(f"the source has {source.total} bytes, the payload {ask.nbytes}")
+                transfer.runs = pair_slices(source, placement.slices)
             go = Go(ask.sequence)
             if ask.is_get or not self._pulls:
                 number = self._shared.number(placement.region)
@@ -221,15 +231,35 @@ class Serving:
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
-    def _end(self, end: End) -> Done:
+    def _end(self, end: End) -> None:
         transfer = self._open.get(end.sequence)
-        if transfer is None:
+        if transfer is None or transfer.ending:
             raise ProtocolError(f"{self._peer} ended transfer {end.sequence}, which is not open")
         if end.error is not None:
             self._close(end.sequence, end.nbytes, TransferAborted(f"{transfer.key}: {told(end.error)}"))
-            return Done(end.sequence, end.nbytes, end.error)
+            self._send(Done(end.sequence, end.nbytes, end.error))
+            return
         if end.nbytes != transfer.nbytes:
             raise ProtocolError(f"{self._peer} ended {transfer.key} with {end.nbytes} of {transfer.nbytes} bytes")
+        if transfer.runs is None:
+            self._finish(end, transfer)
+            return
+        transfer.ending = True
+        self._puller.do(lambda: self._finish(end, transfer))
+
+    def _in_order(self, work: Callable[[], None]) -> None:
+        """Do work once what has been pulled before it is here."""
+        if self._pulls:
+            self._puller.do(work)
+        else:
+            work()
+
+    def stop_pulling(self) -> None:
+        """Return once nothing is copied any more; the connection has ended."""
+        self._puller.close()
+
+    def _finish(self, end: End, transfer: _Open) -> None:
+        """Get or await the bytes of a transfer, and tell both sides what came of it."""
         moved = 0
 
         def count(nbytes: int) -> None:
@@ -237,22 +267,22 @@ class Serving:
             moved += nbytes
 
         try:
-            if self._pulls and not transfer.is_get:
-                self._pull(transfer, Progress(count, self._stream.wire.hung_up, b""), end.good_until)
+            if transfer.runs is not None:
+                stopped = self._stream.wire.hung_up
+                progress = Progress(count, lambda: self._puller.closing or stopped(), b"")
+                self._pull(transfer, transfer.runs, progress, end.good_until)
             elif not transfer.is_get:
                 self._link.confirm(Progress.tag_of(end.sequence), transfer.placement.deadline)
         except PdtxError as error:
             self._close(end.sequence, moved, error)
-            return Done(end.sequence, moved, short(error))
-        return Done(end.sequence, end.nbytes, self._close(end.sequence, end.nbytes, None))
+            self._send(Done(end.sequence, moved, short(error)))
+        else:
+            self._send(Done(end.sequence, end.nbytes, self._close(end.sequence, end.nbytes, None)))
 
-    def _pull(self, transfer: _Open, progress: Progress, source_good_until: float) -> None:
+    def _pull(self, transfer: _Open, runs: Runs, progress: Progress, source_good_until: float) -> None:
         placement = transfer.placement
         remote, _ = self._opened.region(transfer.region)
-        if transfer.slices is None:
-            raise ProtocolError(f"{transfer.key} has no source")
-        begun, runs = time.monotonic(), pair_slices(transfer.slices, placement.slices)
-        deadline = min(placement.deadline, source_good_until)
+        begun, deadline = time.monotonic(), min(placement.deadline, source_good_until)
         self._link.read(remote, placement.region, runs, deadline, progress)
         # Who has given the transfer up may have changed the source while it was read.
         if progress.stopped:
@@ -292,7 +322,10 @@ class Serving:
         out to others while somebody may still write there would be worse.
         """
         now = time.monotonic()
-        late = next((each for each in self._open.values() if each.placement.deadline < now), None)
+        # What is being pulled sees to its deadline itself, and is taken off this book meanwhile.
+        late = next(
+            (each for each in tuple(self._open.values()) if each.placement.deadline < now and not each.ending), None
+        )
         if late is None:
             return
         # Where each side pulls nobody writes here but this thread: the connection's end is enough.

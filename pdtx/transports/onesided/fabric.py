@@ -51,7 +51,10 @@ class Progress:
 
 
 class Link(ABC, Generic[Remote]):
-    """One connection of an engine. Used by one thread at a time, but for path, share() and interrupt()."""
+    """One connection of an engine. Used by one thread at a time, but for path, share() and interrupt().
+
+    Of an engine that pulls, the acceptor's link reads in one thread while another one calls open() and wait_readable().
+    """
 
     @abstractmethod
     def greeting(self) -> bytes:
