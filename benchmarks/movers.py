@@ -50,16 +50,19 @@ def tcp(settings: Settings) -> list[Row]:
             "streams": MoverPair("tcp", case, options={"streams": 2}),
             "NIXL READ": NixlPeer("READ", tls="tcp", workload=peers),
             "NIXL WRITE": NixlPeer("WRITE", tls="tcp", workload=peers),
+            "NIXL READ lo": NixlPeer("READ", tls="tcp", devices="lo", workload=peers),
+            "NIXL WRITE lo": NixlPeer("WRITE", tls="tcp", devices="lo", workload=peers),
             "Mooncake": MooncakePeer(peers),
         },
         settings.rounds,
         needed=("put", "get", "streams"),
     )
     put, socket = got["put"], got["socket"]
-    nixl = got["NIXL READ"], got["NIXL WRITE"]
+    nixl, on_loopback = ((got[f"NIXL READ{where}"], got[f"NIXL WRITE{where}"]) for where in ("", " lo"))
     return [
         compare("tcp put : plain socket", put, socket, at_least=0.9, limit=_KERNEL_COPIES),
         compare("tcp put : NIXL over tcp", put, *nixl, at_least=4.0, limit=_KERNEL_COPIES),
+        compare("tcp put : NIXL over tcp, on loopback alone", put, *on_loopback),
         compare("tcp put : Mooncake over tcp", put, got["Mooncake"], at_least=3.0, limit=_KERNEL_COPIES),
         compare("tcp get : plain socket", got["get"], socket),
         compare("tcp put 2 streams : plain socket", got["streams"], socket),
@@ -144,7 +147,7 @@ def mla(settings: Settings) -> list[Row]:
             "memcpy": Memcpy("c", peers),
             "ucx": MoverPair("ucx", case),
             "ucx tcp": MoverPair("ucx", case, environment=UCX_TCP),
-            "NIXL tcp": NixlPeer("WRITE", tls="tcp", workload=peers),
+            "NIXL tcp": NixlPeer("WRITE", tls="tcp", devices="lo", workload=peers),
             "Mooncake": MooncakePeer(peers),
             **_nixl_on_one_host(case, "WRITE"),
         },

@@ -76,7 +76,8 @@ class _Agent(CacheMemory):
 class NixlPeer(PairPeer[_Agent]):
     """READ: the destination fetches. WRITE: the source brings. threads: those of NIXL's backend beside its own.
 
-    tls: None for the fastest way that NIXL finds within the host, "tcp" for TCP on loopback, or any UCX_TLS.
+    tls: None for the fastest way that NIXL finds within the host, "tcp" for TCP, or any UCX_TLS. devices: interfaces,
+    as UCX_NET_DEVICES; None for UCX's own choice, which spreads TCP over all there are.
     progress_thread: NIXL's default, and vLLM's; it takes a processor core on either side whether it moves anything or
     not. Without it the side that waits looks for the notification all the time, which lets the transfer go on.
     """
@@ -87,17 +88,19 @@ class NixlPeer(PairPeer[_Agent]):
         *,
         threads: int = 0,
         tls: str | None = None,
+        devices: str | None = None,
         progress_thread: bool = True,
         workload: Workload | None = None,
     ) -> None:
         without = "" if progress_thread else ", no progress thread"
-        name = f"NIXL {op}, {threads} threads{', ' + tls if tls else ''}{without}"
+        over = "".join(f", {setting}" for setting in (tls, devices) if setting)
+        name = f"NIXL {op}, {threads} threads{over}{without}"
         self._op, self._threads, self._progress_thread = op, threads, progress_thread
         self._environment = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
         if tls is not None:
             self._environment["UCX_TLS"] = tls
-        if tls == "tcp":
-            self._environment["UCX_NET_DEVICES"] = "lo"  # left alone, it takes other interfaces as well and is slower
+        if devices is not None:
+            self._environment["UCX_NET_DEVICES"] = devices
         setting = ", ".join(f"{name}={value}" for name, value in self._environment.items() if "LOG" not in name)
         super().__init__(name, setting or "UCX's own choice", workload or Workload.random())
 
