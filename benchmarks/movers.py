@@ -76,14 +76,16 @@ def shm(settings: Settings) -> list[Row]:
         {
             "put": MoverPair("shm", case),
             "memcpy": Memcpy("c", case.of_peers()),
+            "one thread": MoverPair("shm", case, options={"threads": 1}),
             "get": MoverPair("shm", case, operation="get"),
             **_nixl_on_one_host(case, "READ", "WRITE"),
         },
         settings.rounds,
-        needed=("put", "get"),
+        needed=("put", "one thread", "get"),
     )
     return [
         compare("shm put : memcpy", got["put"], got["memcpy"], at_least=0.85, limit=_MEMORY),
+        compare("shm put 1 thread : memcpy", got["one thread"], got["memcpy"], limit=_MEMORY),
         compare("shm put : NIXL on one host", got["put"], *_nixl_of(got), at_least=1.5, limit=_MEMORY),
         compare("shm get : memcpy", got["get"], got["memcpy"]),
     ]

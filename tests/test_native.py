@@ -58,6 +58,24 @@ def copies(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]]]:
     return to, source, runs
 
 
+@pytest.mark.parametrize("past_caches", [False, True])
+@pytest.mark.parametrize("threads", [0, 1, 2, 3, 16, 99])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 64])
+def test_shares_of_threads_are_all_of_it(native: Native, count: int, threads: int, past_caches: bool) -> None:
+    random = np.random.default_rng(count)
+    lengths = random.integers(0, 5000, count).astype(np.int64)
+    source = random.integers(0, 256, int(lengths.sum()) + 1, np.uint8)
+    starts = np.cumsum(lengths) - lengths
+    order = random.permutation(count)
+    places = np.zeros(count, np.int64)  # the same runs, put down in another order
+    places[order] = np.cumsum(lengths[order]) - lengths[order]
+    to, expected = np.zeros_like(source), np.zeros_like(source)
+    for dst, src, nbytes in zip(places, starts, lengths, strict=True):
+        expected[dst : dst + nbytes] = source[src : src + nbytes]
+    native.copy_runs(memory(to), memory(source), places, starts, lengths, past_caches=past_caches, threads=threads)
+    assert np.array_equal(to, expected)
+
+
 @given(copies(), st.booleans())
 def test_copy_is_numpys(native: Native, case: tuple[int, int, list[tuple[int, int, int]]], past_caches: bool) -> None:
     to_bytes, source_bytes, runs = case
@@ -221,7 +239,7 @@ def test_library_of_another_version_is_left_alone(
     installed.write_bytes(built.read_bytes())
     monkeypatch.setattr(pdtx.native, "VERSION", 99)
     assert library() is None
-    assert "version 2, not 99" in caplog.text
+    assert "version 3, not 99" in caplog.text
 
 
 def test_another_library_is_no_library() -> None:

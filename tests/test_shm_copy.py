@@ -178,7 +178,8 @@ def test_own_memory_can_be_read() -> None:
 
 def test_auto_takes_the_library_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     if library() is not None:
-        assert Copier().library == "pdtx native"
+        assert Copier(threads=1).library == "pdtx native, 1 thread"
+        assert Copier(threads=3).library == "pdtx native, 3 threads"
     monkeypatch.setenv("PDTX_NATIVE", "0")
     assert Copier().library == "process_vm_readv"
     monkeypatch.setattr(copying, "may_attach", lambda: False)
@@ -188,6 +189,12 @@ def test_auto_takes_the_library_if_there_is_one(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("copy_by", "library_name"), [("kernel", "process_vm_readv"), ("torch", "torch")])
 def test_way_can_be_chosen(copy_by: CopyBy, library_name: str) -> None:
     assert Copier(copy_by).library == library_name
+
+
+@pytest.mark.parametrize("threads", [-1, 17, 1.5, True, "2"])
+def test_a_number_of_threads_that_is_none_is_refused(threads: int) -> None:
+    with pytest.raises(InputError, match="threads is .*; a number of 1 to 16"):
+        Copier("auto", threads)
 
 
 def test_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

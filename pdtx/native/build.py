@@ -14,7 +14,7 @@ SOURCE = Path(__file__).with_name("runs.c")
 BUILT = Path(__file__).with_name("libruns.so")
 
 _TIMEOUT_S = 120
-_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared")
+_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-pthread")
 
 
 def build(target: Path = BUILT) -> bool:

@@ -5,6 +5,7 @@
  * functions; VERSION there and here change together with any signature. */
 #define _POSIX_C_SOURCE 200809L
 #include <poll.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -13,7 +14,8 @@
 #include <emmintrin.h>
 #endif
 
-#define VERSION 2
+#define VERSION 3
+#define MAX_THREADS 16
 
 /* UCX returns no request for what is done already, and an error as one of the last hundred addresses. */
 #define IS_ERROR(request) ((uintptr_t)(request) >= (uintptr_t)-100)
@@ -51,24 +53,58 @@ static void copy_past_caches(char *dst, const char *src, size_t nbytes) {
     memcpy(dst, src, nbytes);
 }
 
-/* Copy runs in their order; return how many, which is less than count if the next one leaves a region.
- * past_caches: whether the runs are too many bytes to be found in a cache afterwards. */
-int64_t pdtx_copy_runs(char *dst_base, int64_t dst_size, const char *src_base, int64_t src_size, const int64_t *dst,
-                       const int64_t *src, const int64_t *nbytes, int64_t count, int past_caches) {
-    int64_t i;
-    for (i = 0; i < count; i++) {
-        if (!inside(dst[i], nbytes[i], dst_size) || !inside(src[i], nbytes[i], src_size))
-            break;
-        if (past_caches)
-            copy_past_caches(dst_base + dst[i], src_base + src[i], (size_t)nbytes[i]);
+/* A part of the runs, for one thread. */
+typedef struct {
+    char *dst_base;
+    const char *src_base;
+    const int64_t *dst, *src, *nbytes;
+    int64_t first, stop;
+    int past_caches;
+} share;
+
+static void *copy_share(void *argument) {
+    const share *own = argument;
+    for (int64_t i = own->first; i < own->stop; i++) {
+        if (own->past_caches)
+            copy_past_caches(own->dst_base + own->dst[i], own->src_base + own->src[i], (size_t)own->nbytes[i]);
         else
-            memcpy(dst_base + dst[i], src_base + src[i], (size_t)nbytes[i]);
+            memcpy(own->dst_base + own->dst[i], own->src_base + own->src[i], (size_t)own->nbytes[i]);
     }
 #ifdef __SSE2__
-    if (past_caches)
+    if (own->past_caches)
         _mm_sfence(); /* whoever is told of the bytes from now on sees them */
 #endif
-    return i;
+    return NULL;
+}
+
+/* Copy runs; return how many, which is less than count if the next one leaves a region. In their order with one thread;
+ * with more, each takes a share of about as many bytes, whole runs, and what overlaps may come in any order.
+ * past_caches: whether the runs are too many bytes to be found in a cache afterwards. */
+int64_t pdtx_copy_runs(char *dst_base, int64_t dst_size, const char *src_base, int64_t src_size, const int64_t *dst,
+                       const int64_t *src, const int64_t *nbytes, int64_t count, int past_caches, int threads) {
+    share shares[MAX_THREADS];
+    pthread_t others[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    int64_t good = 0, total = 0, next = 0, given = 0;
+    for (; good < count && inside(dst[good], nbytes[good], dst_size) && inside(src[good], nbytes[good], src_size); good++)
+        total += nbytes[good];
+    threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+    for (int t = 0; t < threads; t++) {
+        int64_t first = next, until = t == threads - 1 ? total : total / threads * (t + 1);
+        while (next < good && (t == threads - 1 || given < until))
+            given += nbytes[next++];
+        shares[t] = (share){dst_base, src_base, dst, src, nbytes, first, next, past_caches};
+    }
+    for (int t = 1; t < threads; t++)
+        started[t] = shares[t].first < shares[t].stop && pthread_create(&others[t], NULL, copy_share, &shares[t]) == 0;
+    copy_share(&shares[0]);
+    for (int t = 1; t < threads; t++) {
+        if (started[t])
+            pthread_join(others[t], NULL);
+        else
+            copy_share(&shares[t]); /* there was no thread to be had */
+    }
+    return good;
 }
 
 /* Post runs in their order; return how many. Requests that are not done at once go to pending, *num_pending of them.

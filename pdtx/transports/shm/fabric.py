@@ -13,13 +13,13 @@ from pdtx.transports.shm.remote import Remote
 
 
 class ShmFabric(Fabric[Remote]):
-    """See Fabric, and Copier for copy_by."""
+    """See Fabric, and Copier for copy_by and threads."""
 
     pulls: ClassVar[bool] = True
 
-    def __init__(self, copy_by: CopyBy = "auto") -> None:
+    def __init__(self, copy_by: CopyBy = "auto", threads: int = 0) -> None:
         """Raise InputError for a way to copy that is not to be had here."""
-        self._copier = Copier(copy_by)
+        self._copier = Copier(copy_by, threads)
         self._lock = threading.Lock()
         self._ways = set[str]()
 

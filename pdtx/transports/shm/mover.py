@@ -10,11 +10,11 @@ from pdtx.transports.shm.fabric import ShmFabric
 class ShmMover(OneSidedMover):
     """See Mover. Addresses look like HOST:PORT and name local sockets of this host; no network is involved.
 
-    copy_by: how mapped memory is copied, see Copier.
+    copy_by, threads: how mapped memory is copied, see Copier.
     """
 
     name: ClassVar[str] = "shm"
     within_host: ClassVar[bool] = True
 
-    def __init__(self, *, copy_by: CopyBy = "auto") -> None:
-        super().__init__(ShmFabric(copy_by))
+    def __init__(self, *, copy_by: CopyBy = "auto", threads: int = 0) -> None:
+        super().__init__(ShmFabric(copy_by, threads))
