@@ -193,7 +193,7 @@ def test_way_can_be_chosen(copy_by: CopyBy, library_name: str) -> None:
 
 @pytest.mark.parametrize("threads", [-1, 17, 1.5, True, "2"])
 def test_a_number_of_threads_that_is_none_is_refused(threads: int) -> None:
-    with pytest.raises(InputError, match="threads is .*; a number of 1 to 16"):
+    with pytest.raises(InputError, match=r"threads is .*; a number of 1 to 16"):
         Copier("auto", threads)
 
 
