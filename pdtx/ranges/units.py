@@ -68,5 +68,7 @@ class UnitGrid:
 
     def put(self, first: int, stop: int, rows: torch.Tensor) -> None:
         """Write rows, from any device, as the units first..stop."""
-        there = rows.view(self._rows.dtype).view(-1, self._words).to(self.device, non_blocking=True)
+        # Not waited for on the way to a device, whose stream keeps the order. Nothing keeps it for the host.
+        to_device = self.device.type != "cpu"
+        there = rows.view(self._rows.dtype).view(-1, self._words).to(self.device, non_blocking=to_device)
         self._rows.index_copy_(0, self._index(first, stop), there)
