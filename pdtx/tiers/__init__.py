@@ -2,19 +2,29 @@
 
 from pdtx.tiers.base import Failed, Fence, Lease, Moved, Side, Tier, written
 from pdtx.tiers.counters import Count, GroupUsage, TierUsage
-from pdtx.tiers.keys import PrefixKeys, prefix_keys
+from pdtx.tiers.cpu import CpuLease, CpuTier
+from pdtx.tiers.geometry import tier_caches
+from pdtx.tiers.keys import PrefixKeys, fingerprint_of, prefix_keys
+from pdtx.tiers.policies import POLICIES
+from pdtx.tiers.shelf import Shelf
 
 __all__ = [
+    "POLICIES",
     "Count",
+    "CpuLease",
+    "CpuTier",
     "Failed",
     "Fence",
     "GroupUsage",
     "Lease",
     "Moved",
     "PrefixKeys",
+    "Shelf",
     "Side",
     "Tier",
     "TierUsage",
+    "fingerprint_of",
     "prefix_keys",
+    "tier_caches",
     "written",
 ]

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,8 @@ class Moved:
     """What a store or a load came to: for each group the places that were moved, and those that were not.
 
     present: blocks that were there before and were not stored again. seconds: from the begin of the work to its end;
-    waited: in the queue before.
+    waited: in the queue before. sources: of a load, names of the tiers that gave blocks, where that is not the one
+    asked.
     """
 
     places: tuple[Int64s, ...]
@@ -69,6 +70,7 @@ class Moved:
     nbytes: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+    sources: tuple[str, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +99,7 @@ class Lease(ABC):
     def release(self) -> None:
         """Let the blocks be evicted, once loads of this lease have ended. Idempotent."""
 
-    def __enter__(self) -> "Lease":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
