@@ -2,7 +2,7 @@
 
 from pdtx.ranges.copying import copy_ranges
 from pdtx.ranges.hostgrid import HostGrid
-from pdtx.ranges.iovec import IovecCursor, Iovecs, check_within, iovecs, range_of
+from pdtx.ranges.iovec import IovecCursor, Iovecs, check_within, iovecs, preadv, pwritev, range_of
 from pdtx.ranges.units import UnitGrid, common_unit
 
 __all__ = [
@@ -14,5 +14,7 @@ __all__ = [
     "common_unit",
     "copy_ranges",
     "iovecs",
+    "preadv",
+    "pwritev",
     "range_of",
 ]

@@ -19,6 +19,7 @@ from pdtx.plan import Slices
 
 Iovecs = npt.NDArray[np.uint64]
 VectorCall = Callable[[int, int, int], int]
+VectorCallAt = Callable[[int, int, int, int], int]
 
 # The kernel refuses more ranges than this in one call.
 IOV_MAX = 1024
@@ -48,6 +49,26 @@ def _os_error() -> OSError:
 
 writev = _vector_call("writev")
 """writev(fd, address of the iovecs, their number) -> bytes written. Raises OSError."""
+
+
+def _vector_call_at(name: str) -> VectorCallAt:
+    function = getattr(_libc, name)
+    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+    function.restype = ctypes.c_ssize_t
+
+    def call(fd: int, iovecs: int, count: int, offset: int) -> int:
+        moved = int(function(fd, iovecs, count, offset))
+        if moved < 0:
+            raise _os_error()
+        return moved
+
+    return call
+
+
+preadv = _vector_call_at("preadv64")
+"""preadv(fd, address of the iovecs, their number, offset in the file) -> bytes read, 0 at its end. Raises OSError."""
+pwritev = _vector_call_at("pwritev64")
+"""pwritev(fd, address of the iovecs, their number, offset in the file) -> bytes written. Raises OSError."""
 
 
 class _MessageHeader(ctypes.Structure):
@@ -153,6 +174,12 @@ class IovecCursor:
     def move(self, call: VectorCall, fd: int) -> int:
         """Make one call on what is left; return the bytes it moved. Raises OSError."""
         moved = call(fd, *self.window())
+        self.advance(moved)
+        return moved
+
+    def move_at(self, call: VectorCallAt, fd: int, start: int) -> int:
+        """Make one call on what is left, which lies from byte start + done of a file on. Raises OSError."""
+        moved = call(fd, *self.window(), start + self.done)
         self.advance(moved)
         return moved
 
