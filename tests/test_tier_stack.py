@@ -135,6 +135,31 @@ def test_written_back_when_it_leaves_and_before_its_memory_is_used_again(
             assert whole, moved.failed
 
 
+def test_what_is_in_memory_alone_is_written_down_at_the_end(tmp_path: Path) -> None:
+    cache = plain()
+    with stacked(tmp_path, cache, 4, "back") as (stack, _, disk):
+        store(stack, cache, 3, 0)
+        assert disk.usage().groups[0].used.blocks == 0
+    with stacked(tmp_path, cache, 4, "back") as (stack, _, _):
+        assert sources(stack, 3, 0) == {"disk"}
+
+
+def test_to_be_written_down_is_no_use_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With first in, first out by use, the request that was really used stays and the other one goes."""
+    cache = plain()
+    with stacked(tmp_path, cache, 4) as (stack, memory, _):
+        store(stack, cache, 2, 0)
+        drain(stack)
+        policy, touched = memory._shelves[0]._policy, list[int]()
+        monkeypatch.setattr(policy, "touch", lambda keys: touched.append(len(keys)))
+        store(stack, cache, 2, 1)
+        drain(stack)
+        assert touched == []
+        assert memory.usage().groups[0].missed.blocks == 0
+        assert sources(stack, 2, 1) == {"cpu"}
+        assert sum(touched) == 2
+
+
 def test_what_is_on_disk_is_not_written_back_again(tmp_path: Path) -> None:
     cache = plain()
     with stacked(tmp_path, cache, 4, "back") as (stack, _, disk):

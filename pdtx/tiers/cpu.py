@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import ClassVar
 
@@ -113,10 +113,25 @@ class CpuTier(Tier):
 
     def lookup(self, keys: PrefixKeys, places: Sequence[Int64s]) -> "CpuLease":
         """Find and pin blocks, see Tier."""
+        return self._find(keys, places, use=True)
+
+    def hold(self, keys: PrefixKeys, places: Sequence[Int64s]) -> "CpuLease":
+        """Pin blocks as lookup() does, for the tier's own ends: that is no use of them, and nothing is missed."""
+        return self._find(keys, places, use=False)
+
+    def contents(self) -> "Iterator[tuple[PrefixKeys, tuple[Int64s, ...]]]":
+        """Yield what each group holds now, as keys and places for hold()."""
+        for group, shelf in enumerate(self._shelves):
+            entries = shelf.entries()
+            here = np.arange(len(entries.digests), dtype=np.int64)
+            places = tuple(here if number == group else here[:0] for number in range(len(self._shelves)))
+            yield PrefixKeys(self.block_tokens, entries.digests, entries.proofs), places
+
+    def _find(self, keys: PrefixKeys, places: Sequence[Int64s], *, use: bool) -> "CpuLease":
         asked = self._check(keys, places)
         blocks = tuple(
-            shelf.lookup(*named(keys, each)) for shelf, each in zip(self._shelves, asked, strict=True)
-        )  # fmt: skip
+            shelf.lookup(*named(keys, each), use=use) for shelf, each in zip(self._shelves, asked, strict=True)
+        )
         return CpuLease(self, asked, blocks, Pins(self._shelves, [each[each > 0] for each in blocks], taken=True))
 
     def store(

@@ -82,10 +82,12 @@ class Shelf:
 
     # -- finding ----------------------------------------------------------------------------------------------------
 
-    def lookup(self, digests: Sequence[bytes], proofs: Sequence[bytes], *, pin: bool = True) -> Int64s:
+    def lookup(
+        self, digests: Sequence[bytes], proofs: Sequence[bytes], *, pin: bool = True, use: bool = True
+    ) -> Int64s:
         """Return the blocks of entries, 0 for those that are not here and ready; int64, shape (n,). Pins what it finds.
 
-        A digest with another proof is not here.
+        A digest with another proof is not here. use: whether the policy hears of it, and misses are counted.
         """
         with self._lock:
             blocks = np.fromiter(map(self._index.get, digests, repeat(0)), np.int64, len(digests))
@@ -94,8 +96,9 @@ class Shelf:
             found = blocks[blocks > 0]
             if pin:
                 np.add.at(self._pins, found, 1)
-            self._policy.touch([self._digests[block] for block in found.tolist()])
-            self._count(self._usage.missed, len(blocks) - len(found))
+            if use:
+                self._policy.touch([self._digests[block] for block in found.tolist()])
+                self._count(self._usage.missed, len(blocks) - len(found))
         return blocks
 
     def pin(self, blocks: Int64s) -> None:

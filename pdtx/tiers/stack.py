@@ -1,5 +1,6 @@
 """Tiers one behind the other: memory, a disk below it, and what else can be read from; itself a tier."""
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.write_behind import Behind, WriteBehind
 from pdtx.units import format_bytes
 
+logger = logging.getLogger(__name__)
+
 WritePolicy = Literal["through", "back"]
 
 DRAIN_S = 10.0
@@ -33,7 +36,7 @@ class TierStack(Tier):
     write: "through" writes every block down once it is stored, "back" when it leaves the memory. Either way the second
     tier writes it from the memory, and no block of it is used again before that has ended. What is found below is
     loaded straight into the cache, and then kept in memory too, if it takes it. Tiers behind the second are read only.
-    What is in memory alone when the process ends is lost.
+    What is in memory alone is written down by close(), as far as there is time.
     """
 
     name: ClassVar[str] = "stack"
@@ -50,6 +53,7 @@ class TierStack(Tier):
             raise TierError(f"tiers have blocks of different sizes, {sizes} tokens; give all the same")
         self.tiers, self._memory, self._write = tuple(tiers), memory, write
         self.block_tokens = memory.block_tokens
+        self._closed = False
         self._behind = WriteBehind(memory, tiers[1]) if len(tiers) > 1 else None
         if self._behind is not None and write == "back":
             memory.keep_elsewhere = self._behind.leaving
@@ -147,8 +151,14 @@ class TierStack(Tier):
         return min(tier.seconds_for(nbytes, num_runs) for tier in self.tiers)
 
     def close(self) -> None:
-        """Close all tiers, see Tier, after what is on its way down is there or DRAIN_S have passed."""
-        self.drain(time.monotonic() + DRAIN_S)
+        """Close all tiers, see Tier, after what is to be below is there, or DRAIN_S have passed. Idempotent."""
+        deadline = time.monotonic() + DRAIN_S
+        if self._behind is not None and self._write == "back" and not self._closed:
+            lost = self._behind.flush(deadline)
+            if lost:
+                logger.warning("%d blocks were in memory alone, and are lost: see what the tier below says", lost)
+        self._closed = True
+        self.drain(deadline)
         for tier in self.tiers:
             tier.close()
 

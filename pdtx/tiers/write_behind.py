@@ -62,7 +62,7 @@ class WriteBehind:
             return
         lease: CpuLease | None = None
         try:
-            lease = self._memory.lookup(keys, chosen)
+            lease = self._memory.hold(keys, chosen)
             here = [each[found] for each, found in zip(chosen, lease.found, strict=True)]
             tables = tuple(lease.tables(group) for group in range(len(chosen)))
             future = self._below.store(keys, Side(self._memory.cache, tables, of_tier=True), here)
@@ -129,6 +129,16 @@ class WriteBehind:
             self._behind.under_way -= blocks
             self._behind.refused += blocks if refused else 0
             self._changed.notify_all()
+
+    def flush(self, deadline: float) -> int:
+        """Write all that the memory holds, to a deadline in time.monotonic(); return how many blocks were not."""
+        self.drain(deadline)
+        before = self.counts
+        for keys, places in self._memory.contents():
+            self.keep(keys, places)
+        self.drain(deadline)
+        now = self.counts
+        return now.under_way + now.refused - before.refused + now.failed - before.failed
 
     def drain(self, deadline: float) -> bool:
         """Wait until nothing is on its way down, to a deadline in time.monotonic(). Returns whether that is so."""
