@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import growth, latency, layouts, memory, modes, movers, plans
+from benchmarks import growth, latency, layouts, memory, modes, movers, plans, tiers
 from benchmarks.rows import Row, machine_to_ourselves, table
 from benchmarks.settings import LEAST_ROUNDS, ROUNDS, Settings
 from benchmarks.surroundings import surroundings
@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, Callable[[Settings], list[Row]]] = {
     "memory": memory.memory,
     "mla": movers.mla,
     "modes": modes.modes,
+    "tiers": tiers.tiers,
 }
 _QUICK_ROUNDS = 2
 

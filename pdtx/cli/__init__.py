@@ -3,7 +3,7 @@
 import typer
 
 from pdtx import __version__
-from pdtx.cli import demo, generate, granularity, keygen, kvcache, plan
+from pdtx.cli import bench, demo, generate, granularity, keygen, kvcache, plan
 from pdtx.cli.common import emit, run_app
 
 app = typer.Typer(
@@ -12,6 +12,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 app.command(name="demo")(demo.demo)
 app.command(name="generate")(generate.generate)
 app.command(name="granularity")(granularity.granularity)
