@@ -20,7 +20,8 @@ from pdtx.cli.common import (
     run_app,
     single_command,
 )
-from pdtx.cli.movers import open_mover, shares_memory
+from pdtx.cli.movers import open_mover, read_costs, shares_memory
+from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.errors import InputError
 from pdtx.layout import AXIS_NAMES, KVCacheLayout, parse_layouts
 
@@ -53,6 +54,14 @@ def decode(
     tensor_parallel_size: opt.TensorParallel = 1,
     mover: opt.Mover = "tcp",
     mover_option: opt.MoverOption = None,
+    kv_offloading_size: opt.OffloadingSize = 0.0,
+    kv_offloading_disk_size: opt.OffloadingDiskSize = 0.0,
+    kv_offloading_dir: opt.OffloadingDir = None,
+    kv_offloading_block_size: opt.OffloadingBlockSize = None,
+    kv_offloading_policy: opt.OffloadingPolicy = "lru",
+    kv_offloading_write: opt.OffloadingWrite = "through",
+    serve_tier: opt.ServeTier = None,
+    peer_tier: opt.PeerTier = None,
     key: opt.Key = None,
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
@@ -67,6 +76,16 @@ def decode(
     configure_logging(verbose)
     parse_layouts(layout)
     fault = _two_axes(inject_fault) if inject_fault is not None else None
+    offloading = TierOptions(
+        kv_offloading_size,
+        kv_offloading_disk_size,
+        kv_offloading_dir,
+        kv_offloading_block_size,
+        kv_offloading_policy,
+        kv_offloading_write,
+        serve_tier,
+        peer_tier,
+    )
     from pdtx.sidechannel import require_protection
 
     security = open_security(key, peer_key, insecure=insecure)
@@ -94,7 +113,19 @@ def decode(
             shared=shares_memory(mover),
         )
         plan_layout = _wrong_layout(cache, fault) if fault is not None else None
-        consumer = KVConsumer(cache, description, moving, verify=verify, plan_layout=plan_layout)
+        tiers = open_tiers(
+            offloading,
+            cache,
+            runner,
+            stack,
+            block_size=block_size,
+            security=security,
+            mover=mover,
+            mover_options=mover_option,
+            costs=read_costs(),
+        )
+        prefix = tiers.prefix if tiers is not None else None
+        consumer = KVConsumer(cache, description, moving, verify=verify, plan_layout=plan_layout, prefix=prefix)
         stack.callback(consumer.close)
         address = consumer.listen(listen, data_port=data_port, security=security)
         note(f"{consumer.engine_id} listening on {address}")
@@ -106,9 +137,13 @@ def decode(
                 "mover": mover,
                 "registered_bytes": registration.nbytes,
                 "registration_s": registration.seconds,
+                "tier_address": tiers.served_at if tiers is not None else None,
             }
             emit(dumps(event))
         DecodeLoop(runner, consumer, stop, requests).run()
+        usages = tiers.report() if tiers is not None else []
+        if json and tiers is not None:
+            emit(dumps({"event": "tiers", "tiers": usages}))
         note(f"{consumer.engine_id} served {consumer.num_ended} requests, {consumer.num_failed} of them failed")
 
 

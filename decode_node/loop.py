@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,8 +13,12 @@ from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import PdtxError, TransferError
 from pdtx.protocol import Finished
 from pdtx.runner import ModelRunner, PagedSequence, greedy
+from pdtx.tiers import Moved
 
 logger = logging.getLogger(__name__)
+
+_KEEP_S = 10.0
+"""How long the end of the node waits for tiers to take what they were given."""
 
 
 @dataclass
@@ -30,6 +35,7 @@ class DecodeLoop:
     def __init__(self, runner: ModelRunner, consumer: KVConsumer, stop: threading.Event, limit: int | None) -> None:
         self.runner, self.consumer, self.stop, self.limit = runner, consumer, stop, limit
         self._active = deque[_Active]()
+        self._keeping = list[Future[Moved]]()
 
     def run(self) -> None:
         """Serve. Failures of single requests are told to their producers, and the loop goes on."""
@@ -40,6 +46,7 @@ class DecodeLoop:
             if self._active:
                 active = self._active.popleft()
                 self._guard(active.request, partial(self._step, active))
+        wait(self._keeping, _KEEP_S)
 
     def _guard(self, request: InboundRequest, work: Callable[[], bool]) -> None:
         """Do one piece of work for a request; when it has ended, or fails now, let its blocks go."""
@@ -84,6 +91,7 @@ class DecodeLoop:
         if not ended and len(tokens) < ask.max_tokens:
             self._active.append(active)
             return True
+        self._keep(active)
         finished = Finished(
             request_id=ask.request_id,
             token_ids=tokens,
@@ -96,3 +104,13 @@ class DecodeLoop:
         )
         self.consumer.finish(active.request, finished)
         return False
+
+    def _keep(self, active: _Active) -> None:
+        """Put what is in the cache of a request into the tiers; it ends well whatever comes of that."""
+        tokens = [*active.request.ask.token_ids, *active.token_ids][: active.sequence.num_tokens]
+        try:
+            kept = self.consumer.keep(active.request, tokens)
+        except PdtxError as error:
+            logger.warning("request %s is not kept: %s", active.request.request_id, error)
+            return
+        self._keeping = [each for each in self._keeping if not each.done()] + ([kept] if kept is not None else [])

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from pdtx.errors import IncompatiblePeer, ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANKS = 1024
 _MAX_ITEMS = 1 << 22
@@ -22,6 +22,7 @@ _MAX_TEXT = 1 << 20
 _MAX_ERROR = 300
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096
+MAX_TIER_BLOCKS = 1 << 18
 
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")]
 Word = Annotated[str, Meta(max_length=256)]
@@ -35,6 +36,7 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 NumBlocks = Annotated[int, Meta(ge=1, le=2**31)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=_MAX_ITEMS)]
 Extents = Annotated[list[Count], Meta(max_length=16)]
+Places = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_TIER_BLOCKS)]], Meta(max_length=MAX_TIER_BLOCKS)]
 SpecField = Count | Word | None | Annotated[list[Word | Extents], Meta(max_length=64)]
 """A field of a spec: a number, a name, or the names or shapes of a layer's states."""
 
@@ -167,11 +169,15 @@ class GrantedBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Grant(_Message, frozen=True, kw_only=True, tag="grant"):
-    """D to P: these blocks are yours to write until deadline_s from now; one table for each of D's groups."""
+    """D to P: these blocks are yours to write until deadline_s from now; one table for each of D's groups.
+
+    cached_tokens: what D has of the beginning of the prompt, and P does not send. States are sent all the same.
+    """
 
     request_id: Id
     groups: Annotated[list[GrantedBlocks], Meta(min_length=1, max_length=_MAX_GROUPS)]
     deadline_s: Seconds
+    cached_tokens: Count = 0
 
 
 class Refuse(_Message, frozen=True, kw_only=True, tag="refuse"):
@@ -253,6 +259,69 @@ class Finished(_Message, frozen=True, kw_only=True, tag="finished"):
     times: Annotated[dict[Id, float], Meta(max_length=32)]
 
 
+class TierHello(_Message, frozen=True, kw_only=True, tag="tier_hello"):
+    """A to S, a node that serves its tier: who I am, and which cache I want blocks of block_tokens tokens for.
+
+    Where the messages below count groups, buffers and layers they mean those of A's description.
+    """
+
+    protocol: Count
+    pdtx_version: Text
+    engine_id: Id
+    cache: CacheDescription
+    block_tokens: Positive
+
+
+class TierWelcome(_Message, frozen=True, kw_only=True, tag="tier_welcome"):
+    """S to A: the answer. token: as in Welcome. cache: the tier. lease_s: how long what is found stays there."""
+
+    protocol: Count
+    pdtx_version: Text
+    engine_id: Id
+    session_id: Id
+    token: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    cache: CacheDescription
+    data_endpoints: Annotated[list[DataEndpoint], Meta(max_length=32)]
+    block_tokens: Positive
+    lease_s: Seconds
+
+    def __repr__(self) -> str:
+        """Without the token: what is logged can be read by others."""
+        return f"TierWelcome(engine_id={self.engine_id!r}, session_id={self.session_id!r})"
+
+
+class TierLookup(_Message, frozen=True, kw_only=True, tag="tier_lookup"):
+    """A to S: which of these blocks do you have? digests, proofs: see PrefixKeys; S compares both with its own.
+
+    places: for each group those asked for, as indices of digests.
+    """
+
+    request_id: Id
+    digests: Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=MAX_TIER_BLOCKS)]
+    proofs: Annotated[list[Annotated[bytes, Meta(max_length=_MAX_TEXT)]], Meta(max_length=MAX_TIER_BLOCKS)]
+    places: Annotated[list[Places], Meta(min_length=1, max_length=_MAX_GROUPS)]
+
+    def __post_init__(self) -> None:
+        if len(self.digests) != len(self.proofs):
+            raise ValueError(f"{len(self.digests)} digests and {len(self.proofs)} proofs")
+        beyond = next((place for group in self.places for place in group if place >= len(self.digests)), None)
+        if beyond is not None:
+            raise ValueError(f"place {beyond} of {len(self.digests)} digests")
+
+
+class TierFound(_Message, frozen=True, kw_only=True, tag="tier_found"):
+    """S to A: these are yours to read until lease_s have passed. places: for each group those of the lookup's."""
+
+    request_id: Id
+    places: Annotated[list[Places], Meta(min_length=1, max_length=_MAX_GROUPS)]
+
+
+class TierDone(_Message, frozen=True, kw_only=True, tag="tier_done"):
+    """A to S: what was found need not be kept any more."""
+
+    request_id: Id
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Either way: I am alive."""
 
@@ -265,7 +334,8 @@ class Bye(_Message, frozen=True, kw_only=True, tag="bye"):
 
 Message = (
     Hello | Welcome | Reject | TransferRequest | Grant | Refuse | LayerDone | Complete | Failure
-    | ReadReference | Reference | Release | Finished | Heartbeat | Bye
+    | ReadReference | Reference | Release | Finished | TierHello | TierWelcome | TierLookup | TierFound | TierDone
+    | Heartbeat | Bye
 )  # fmt: skip
 
 
@@ -327,9 +397,10 @@ def _brief(error: Exception) -> str:
 
 def _check_version(fields: object) -> None:
     """Raise IncompatiblePeer for a greeting in another version, whose fields need not be known here."""
-    if not isinstance(fields, dict) or fields.get("type") not in ("hello", "welcome"):
+    if not isinstance(fields, dict) or fields.get("type") not in ("hello", "welcome", "tier_hello", "tier_welcome"):
         return
     theirs, ours = fields.get("protocol"), PROTOCOL_VERSION
     if isinstance(theirs, int) and theirs != ours:
-        producer, consumer = (theirs, ours) if fields["type"] == "hello" else (ours, theirs)
+        # Who serves a tier gives, so the one that welcomes is the producer there.
+        producer, consumer = (theirs, ours) if fields["type"] in ("hello", "tier_welcome") else (ours, theirs)
         raise IncompatiblePeer("protocol", str(producer), str(consumer), "run the same pdtx on both sides")

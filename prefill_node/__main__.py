@@ -20,6 +20,7 @@ from pdtx.cli.common import (
 )
 from pdtx.cli.movers import open_mover, parse_mode, parse_require, read_costs, shares_memory
 from pdtx.cli.prompts import read_prompts
+from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.layout import parse_layouts
 
 
@@ -51,6 +52,14 @@ def prefill(
     mover_option: opt.MoverOption = None,
     require: opt.Require = None,
     mode: opt.TransferMode = "auto",
+    kv_offloading_size: opt.OffloadingSize = 0.0,
+    kv_offloading_disk_size: opt.OffloadingDiskSize = 0.0,
+    kv_offloading_dir: opt.OffloadingDir = None,
+    kv_offloading_block_size: opt.OffloadingBlockSize = None,
+    kv_offloading_policy: opt.OffloadingPolicy = "lru",
+    kv_offloading_write: opt.OffloadingWrite = "through",
+    serve_tier: opt.ServeTier = None,
+    peer_tier: opt.PeerTier = None,
     key: opt.Key = None,
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
@@ -61,6 +70,16 @@ def prefill(
     """Compute prompts, ship their K/V to a decode node as layers finish, and print what it generates."""
     configure_logging(verbose)
     parse_layouts(layout)
+    offloading = TierOptions(
+        kv_offloading_size,
+        kv_offloading_disk_size,
+        kv_offloading_dir,
+        kv_offloading_block_size,
+        kv_offloading_policy,
+        kv_offloading_write,
+        serve_tier,
+        peer_tier,
+    )
     asked = read_prompts(prompt, prompts)
     security = open_security(key, peer_key, insecure=insecure)
     required, picked, costs = parse_require(require), parse_mode(mode), read_costs()
@@ -81,6 +100,17 @@ def prefill(
             tp_size=tensor_parallel_size,
             shared=shares_memory(mover),
         )
+        tiers = open_tiers(
+            offloading,
+            cache,
+            runner,
+            stack,
+            block_size=block_size,
+            security=security,
+            mover=mover,
+            mover_options=mover_option,
+            costs=costs,
+        )
         jobs = [
             Job(str(one.id), one.tokens(lambda text: runner.encode(text, chat)), one.load_features()) for one in asked
         ]
@@ -97,8 +127,10 @@ def prefill(
             max_num_seqs=max_num_seqs,
             timeout_s=deadline,
             ignore_eos=ignore_eos,
+            prefix=tiers.prefix if tiers is not None else None,
         )
         rows = scheduler.run(jobs)
+        usages = tiers.report() if tiers is not None else []
 
     import msgspec
 
@@ -116,6 +148,7 @@ def prefill(
         "path": msgspec.to_builtins(path),
         "registered_bytes": registration.nbytes,
         "registration_s": registration.seconds,
+        "tiers": usages,
         "requests": msgspec.to_builtins(rows),
     }
     if json:

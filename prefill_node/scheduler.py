@@ -1,17 +1,33 @@
 """Chunked prefill of several requests at once, each layer's slices shipped while later layers compute."""
 
+import logging
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
+from pdtx.cache import record_fence
 from pdtx.engine import KVProducer, OutboundRequest
-from pdtx.errors import ModelError, OutOfBlocks, PdtxError, VerificationError
+from pdtx.errors import DeadlineExceeded, ModelError, OutOfBlocks, PdtxError, VerificationError
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, PagedSequence, greedy
+from pdtx.tiers import Moved
+from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.units import gb_per_s
+
+logger = logging.getLogger(__name__)
+
+_LOADERS = 2
+"""Requests that are loaded from tiers at once."""
+
+_LOOK_S = 0.05
+_KEEP_S = 10.0
+"""How long the end of a run waits for tiers to take what they were given."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +41,26 @@ class Job:
 
 @dataclass
 class _Active:
+    """A request whose prefill is under way.
+
+    prompt: the request for the tiers, if there are any. loading: what it waits for before its first chunk; storing:
+    before its next one, which overwrites the states that are being stored. first: for each group the first block that
+    is computed, or loaded, and not stored yet.
+    """
+
     request: OutboundRequest
     sequence: PagedSequence
     features: torch.Tensor | None
+    prompt: Request | None = None
+    loading: Future[Fetched] | None = None
+    storing: Future[Moved] | None = None
+    first: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> Future[Any] | None:
+        """What must have ended before the next chunk can be computed."""
+        found = self.loading or self.storing
+        return found if found is not None and not found.done() else None
 
 
 class PrefillScheduler:
@@ -35,6 +68,7 @@ class PrefillScheduler:
 
     chunk_size: most tokens computed at a time; requests take turns after each chunk.
     max_num_seqs: most requests whose prefill is under way at once.
+    prefix: this node's tiers, from which prompts' beginnings are loaded instead of computed.
     """
 
     def __init__(
@@ -47,13 +81,26 @@ class PrefillScheduler:
         max_num_seqs: int,
         timeout_s: float,
         ignore_eos: bool,
+        prefix: PrefixCache | None = None,
     ) -> None:
         self.runner, self.producer = runner, producer
         self.max_tokens, self.chunk_size, self.max_num_seqs = max_tokens, chunk_size, max_num_seqs
         self.timeout_s, self.ignore_eos = timeout_s, ignore_eos
+        self._prefix = prefix
+        self._loaders: ThreadPoolExecutor | None = None
+        self._keeping = list[Future[Moved]]()
+        self._fetched = dict[str, Fetched]()
 
     def run(self, jobs: Sequence[Job]) -> list[RequestRow]:
         """Run all jobs; return one row each, in their order. A job that fails has its error in its row."""
+        if self._prefix is None:
+            return self._run(jobs)
+        with ThreadPoolExecutor(_LOADERS, "pdtx-loader") as self._loaders:
+            rows = self._run(jobs)
+        wait(self._keeping, _KEEP_S)
+        return rows
+
+    def _run(self, jobs: Sequence[Job]) -> list[RequestRow]:
         rows = {job.request_id: RequestRow(request_id=job.request_id, prompt_tokens=len(job.token_ids)) for job in jobs}
         waiting, active, shipped = deque(jobs), deque[_Active](), list[OutboundRequest]()
         while waiting or active:
@@ -97,23 +144,108 @@ class PrefillScheduler:
             timeout_s=self.timeout_s,
             ignore_eos=self.ignore_eos,
         )
-        return _Active(request, PagedSequence(self.producer.cache, request.tables), job.features)
+        active = _Active(request, PagedSequence(self.producer.cache, request.tables), job.features)
+        self._look_up(active)
+        return active
+
+    def _look_up(self, active: _Active) -> None:
+        """Begin to load what the tiers have of a prompt."""
+        prefix, request = self._prefix, active.request
+        if prefix is None or self._loaders is None:
+            return
+        try:
+            keys = prefix.keys(request.token_ids)
+        except PdtxError as error:  # the model will say what is wrong with them
+            logger.warning("request %s has no keys: %s", request.request_id, error)
+            return
+        active.first = [0] * len(request.sources)
+        active.prompt = Request(keys, request.sources, request.blocks, self.producer)
+        if not self.runner.resumes:
+            return  # a model that must compute a prompt in one piece has no use for a part of it; peers may have
+        active.loading = self._loaders.submit(
+            prefix.fetch, active.prompt, request.num_tokens, request.deadline, resume=True
+        )
+
+    def _take_loaded(self, active: _Active, prefix: PrefixCache) -> None:
+        """Go on from what was loaded, and ship it. Raises DeadlineExceeded while it may still be written."""
+        loading, active.loading = active.loading, None
+        if loading is None:
+            return
+        try:
+            fetched = loading.result()
+        except DeadlineExceeded:
+            raise
+        except Exception:
+            logger.exception("nothing of request %s is loaded from a tier", active.request.request_id)
+            return
+        self._fetched[active.request.request_id] = fetched
+        active.first = [fetched.first_place(group, prefix.block_tokens) for group in range(len(active.first))]
+        active.sequence.num_tokens = fetched.num_tokens
+        if fetched.num_tokens:
+            self.producer.prefix_ready(active.request, fetched.num_tokens)
+
+    def _keep(self, active: _Active, prefix: PrefixCache) -> None:
+        """Store what is computed: at the end, or after every chunk where there are states, which the next changes."""
+        request, done = active.request, active.sequence.num_tokens
+        if active.prompt is None or (done < request.num_tokens and not prefix.has_states):
+            return
+        kept = prefix.keep(active.prompt, active.first, done, record_fence(self.producer.cache.device))
+        active.first = [max(first, done // prefix.block_tokens) for first in active.first]
+        if kept is not None:
+            active.storing = kept
+            self._keeping = [*(each for each in self._keeping if not each.done()), kept]
+
+    def _size(self, start: int, num_tokens: int) -> int:
+        """Return how many tokens to compute next, so that states are seen at the ends of the tiers' blocks."""
+        size = self.runner.chunk(num_tokens - start, self.chunk_size)
+        if self._prefix is not None and self._prefix.has_states and self.runner.resumes:
+            block = self._prefix.block_tokens
+            end = min(start + size, num_tokens - 1) // block * block
+            size = end - start if end > start else size
+        return size
+
+    def _waits(self, job: _Active, others: deque[_Active]) -> bool:
+        """Whether a request waits for a tier; if all others do too, wait a moment for the first."""
+        pending = job.pending
+        if pending is None:
+            return False
+        if time.monotonic() > job.request.deadline or job.request.error is not None:
+            return False
+        rest = [other.pending for other in others]
+        if None not in rest:
+            wait([pending, *(each for each in rest if each is not None)], _LOOK_S, FIRST_COMPLETED)
+        return True
+
+    def _compute(self, job: _Active) -> torch.Tensor:
+        """Compute a request's next chunk; return its logits. Raises what makes that impossible."""
+        request, sequence = job.request, job.sequence
+        if job.pending is not None:
+            waited = round(time.monotonic() - request.begun, 3)
+            raise DeadlineExceeded("blocks of the prompt", "this node's tiers", waited)
+        if self._prefix is not None:
+            self._take_loaded(job, self._prefix)
+        start = sequence.num_tokens
+        chunk = request.token_ids[start : start + self._size(start, len(request.token_ids))]
+        logits = self.runner.forward(
+            sequence,
+            chunk,
+            on_layer=partial(self.producer.layer_ready, request),
+            features=None if start else job.features,
+        )
+        if self._prefix is not None:
+            self._keep(job, self._prefix)
+        return logits
 
     def _step(self, active: deque[_Active], shipped: list[OutboundRequest]) -> None:
         """Compute one chunk of the request whose turn it is."""
         job = active.popleft()
         request, sequence = job.request, job.sequence
-        start = sequence.num_tokens
-        size = self.runner.chunk(len(request.token_ids) - start, self.chunk_size)
-        chunk = request.token_ids[start : start + size]
+        if self._waits(job, active):
+            active.append(job)
+            return
         try:
             if request.error is None:
-                logits = self.runner.forward(
-                    sequence,
-                    chunk,
-                    on_layer=partial(self.producer.layer_ready, request),
-                    features=None if start else job.features,
-                )
+                logits = self._compute(job)
         except PdtxError as error:
             self.producer.fail(request, error)
         if request.error is not None:
@@ -138,5 +270,9 @@ class PrefillScheduler:
         if path is not None:
             row.carried_by, row.emulated = path.kind, path.emulated
         row.nbytes, row.num_runs, row.transport = request.nbytes, request.num_runs, self.producer.mover.name
+        fetched = self._fetched.pop(request.request_id, Fetched())
+        row.cached_tokens, row.cached_from = fetched.num_tokens, ", ".join(fetched.sources)
+        row.load_s, row.load_bytes = fetched.seconds, fetched.nbytes
+        row.peer_cached_tokens = request.grant.cached_tokens if request.grant is not None else 0
         row.gb_per_s = gb_per_s(row.nbytes, times.move)
         row.prepare_s, row.post_s, row.move_s, row.hidden = times.prepare, times.post, times.move, times.hidden

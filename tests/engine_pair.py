@@ -34,6 +34,7 @@ from pdtx.kvspec import (
 from pdtx.layout import Layout
 from pdtx.protocol import CacheDescription, Finished
 from pdtx.sidechannel import Security
+from pdtx.tiers.prefix import PrefixCache
 from pdtx.transports import Connection, Mover, Receiver, make_mover
 
 OPEN = Security()
@@ -113,6 +114,7 @@ class Pair:
         max_deadline_s: float = 600.0,
         wrap: Callable[[Mover], Mover] = lambda mover: mover,
         wrap_consumers: Callable[[Mover], Mover] = lambda mover: mover,
+        prefix: Callable[[KVCaches], PrefixCache | None] = lambda cache: None,
     ) -> None:
         self.sources = caches_of(source or make_cache())
         self.destinations = caches_of(destination or make_cache("flashinfer_hnd", 32))
@@ -125,6 +127,7 @@ class Pair:
             verify=True,
             max_deadline_s=max_deadline_s,
             plan_layout=plan_layout,
+            prefix=prefix(self.destinations),
         )
         try:
             self.address = self.consumer.listen("127.0.0.1:0", security=OPEN)

@@ -33,6 +33,11 @@ from pdtx.protocol import (
     Refuse,
     Reject,
     Release,
+    TierDone,
+    TierFound,
+    TierHello,
+    TierLookup,
+    TierWelcome,
     TransferRequest,
     Welcome,
     decode,
@@ -88,6 +93,7 @@ MESSAGES: list[Message] = [
         request_id="r-1",
         groups=[GrantedBlocks(block_ids=[4, 0], generations=[1, 2]), GrantedBlocks(block_ids=[], generations=[])],
         deadline_s=5.0,
+        cached_tokens=16,
     ),
     Refuse(request_id="r-1", reason="no room, ever"),
     LayerDone(
@@ -116,6 +122,21 @@ MESSAGES: list[Message] = [
         received_runs=2,
         times={"move": 0.5},
     ),
+    TierHello(protocol=PROTOCOL_VERSION, pdtx_version="0.1", engine_id="a", cache=CACHE, block_tokens=32),
+    TierWelcome(
+        protocol=PROTOCOL_VERSION,
+        pdtx_version="0.1",
+        engine_id="s",
+        session_id="i",
+        token=b"t" * 32,
+        cache=CACHE,
+        data_endpoints=[DataEndpoint(mover="tcp", address="[::1]:5600")],
+        block_tokens=32,
+        lease_s=30.0,
+    ),
+    TierLookup(request_id="l", digests=[b"d" * 32, b"e" * 32], proofs=[b"p", b"q"], places=[[0, 1], []]),
+    TierFound(request_id="l", places=[[1], []]),
+    TierDone(request_id="l"),
     Heartbeat(),
     Bye(reason="done"),
 ]
@@ -282,7 +303,7 @@ def test_ranks_are_bounded(tp_size: object) -> None:
     assert "src_rank" in refused(fields_of(MESSAGES[6]) | {"src_rank": tp_size or -1})
 
 
-@pytest.mark.parametrize(("message", "sides"), [(HELLO, ("9", "3")), (WELCOME, ("3", "9"))])
+@pytest.mark.parametrize(("message", "sides"), [(HELLO, ("9", "4")), (WELCOME, ("4", "9"))])
 def test_another_version_is_refused_by_field_even_with_unknown_fields(message: Message, sides: tuple[str, str]) -> None:
     future = {"type": fields_of(message)["type"], "protocol": 9, "of_the_future": True}
     with pytest.raises(IncompatiblePeer) as caught:

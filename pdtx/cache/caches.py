@@ -64,6 +64,17 @@ class CacheGroup:
         first, last = max(start, needed.start), min(stop, needed.stop)
         return range(first, max(first, last))
 
+    def uncached(self, positions: range, cached_tokens: int) -> range:
+        """Return those of positions that still are to be sent to who has the first cached_tokens of the prompt.
+
+        States and what the encoder made are sent whole.
+        """
+        if self.kind in ("state", "cross"):
+            return positions
+        ratio = tokens_per_vector(self.spec)
+        first = min(max(positions.start, cached_tokens // ratio * ratio), positions.stop)
+        return range(first, positions.stop) if positions else positions
+
     def table_blocks(self, num_tokens: int, first_position: int = 0) -> range:
         """Return the places of a block table that need blocks for num_tokens, prompt and answer.
 

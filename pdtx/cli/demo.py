@@ -10,6 +10,7 @@ import typer
 from pdtx.cli import options as opt
 from pdtx.cli.common import emit, note
 from pdtx.cli.movers import mover_flags, parse_mode, parse_require
+from pdtx.cli.tiers import TierOptions
 from pdtx.errors import ModelError
 from pdtx.units import ceil_div
 
@@ -62,6 +63,12 @@ def demo(
     mover_option: opt.MoverOption = None,
     require: opt.Require = None,
     mode: opt.TransferMode = "auto",
+    kv_offloading_size: opt.OffloadingSize = 0.0,
+    kv_offloading_disk_size: opt.OffloadingDiskSize = 0.0,
+    kv_offloading_dir: opt.OffloadingDir = None,
+    kv_offloading_block_size: opt.OffloadingBlockSize = None,
+    kv_offloading_policy: opt.OffloadingPolicy = "lru",
+    kv_offloading_write: opt.OffloadingWrite = "through",
     inject_fault: Annotated[
         str | None,
         typer.Option(help="Make the decode side plan wrongly: swap two axes, as in 'token,head'.", show_default=False),
@@ -72,6 +79,14 @@ def demo(
     """Run a real model disaggregated, verify every byte of its K/V, and compare with a single process."""
     parse_require(require)
     parse_mode(mode)
+    offloading = TierOptions(
+        kv_offloading_size,
+        kv_offloading_disk_size,
+        kv_offloading_dir,
+        kv_offloading_block_size,
+        kv_offloading_policy,
+        kv_offloading_write,
+    )
     sides = {
         "prefill": _side(
             layout or prefill_layout,
@@ -98,7 +113,8 @@ def demo(
         work = [*common, "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--chunk-size", str(chunk_size)]
         moving = mover_flags(mover, mover_option)
         how = ["--mode", mode, *(["--require", require] if require is not None else [])]
-        found, decode = _disaggregated([*work, *how], common, sides, moving, inject_fault)
+        both = {side: [*flags, *offloading.flags(side)] for side, flags in sides.items()}
+        found, decode = _disaggregated([*work, *how], common, both, moving, inject_fault)
         alone = _alone(work, sides["prefill"])
     transfer = {
         "mover": {"name": mover, "options": mover_option or []},

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-_CACHE, _MODEL, _TRANSFER, _SECURITY = "KV cache", "Model", "Transfer", "Security"
+_CACHE, _MODEL, _TRANSFER, _SECURITY, _TIERS = "KV cache", "Model", "Transfer", "Security", "Tiers"
 
 Model = Annotated[
     str | None,
@@ -82,6 +82,73 @@ TransferMode = Annotated[
         help="direct: every run as it is. staged: packed into large pieces first. auto: the cheaper one, piece by "
         "piece, by measured costs (PDTX_COSTS, or ~/.cache/pdtx/costs.json).",
         rich_help_panel=_TRANSFER,
+    ),
+]
+OffloadingSize = Annotated[
+    float,
+    typer.Option(
+        "--kv-offloading-size",
+        help="GiB of host memory that keeps blocks for later requests with the same beginning; 0: none.",
+        min=0.0,
+        rich_help_panel=_TIERS,
+    ),
+]
+OffloadingDiskSize = Annotated[
+    float,
+    typer.Option(
+        "--kv-offloading-disk-size",
+        help="GiB on disk behind that, in --kv-offloading-dir; 0: none.",
+        min=0.0,
+        rich_help_panel=_TIERS,
+    ),
+]
+OffloadingDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-offloading-dir",
+        help="Folder of the disk tier; what an earlier process of the same model kept there is found again.",
+        rich_help_panel=_TIERS,
+        show_default=False,
+    ),
+]
+OffloadingBlockSize = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-offloading-block-size",
+        help="Tokens in a tier's block, a multiple of --block-size; default: --block-size. The same for all who share.",
+        min=1,
+        rich_help_panel=_TIERS,
+        show_default=False,
+    ),
+]
+OffloadingPolicy = Annotated[
+    str,
+    typer.Option("--kv-offloading-policy", help="What makes room: lru, arc, fifo or s3fifo.", rich_help_panel=_TIERS),
+]
+OffloadingWrite = Annotated[
+    str,
+    typer.Option(
+        "--kv-offloading-write",
+        help="through: blocks go to disk at once. back: when memory has no room for them any more.",
+        rich_help_panel=_TIERS,
+    ),
+]
+ServeTier = Annotated[
+    str | None,
+    typer.Option(
+        "--serve-tier",
+        help="HOST:PORT at which other nodes may read this node's host memory tier; port 0 takes any.",
+        rich_help_panel=_TIERS,
+        show_default=False,
+    ),
+]
+PeerTier = Annotated[
+    str | None,
+    typer.Option(
+        "--peer-tier",
+        help="HOST:PORT of a node's --serve-tier, from which blocks are loaded that this node does not have.",
+        rich_help_panel=_TIERS,
+        show_default=False,
     ),
 ]
 ConfigOrPreset = Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")]

@@ -5,8 +5,10 @@ from pdtx.engine.describe import BufferFacts, CacheFacts, describe_cache, facts_
 from pdtx.engine.inbound import InboundRequest
 from pdtx.engine.matching import Match, check_compatible, match_caches
 from pdtx.engine.outbound import OutboundRequest
+from pdtx.engine.peer_tier import PeerTier
 from pdtx.engine.producer import KVProducer
 from pdtx.engine.registering import CacheRegistration, register_cache
+from pdtx.engine.tier_server import TierServer
 from pdtx.engine.timing import TransferTimes, union_seconds
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "KVProducer",
     "Match",
     "OutboundRequest",
+    "PeerTier",
+    "TierServer",
     "TransferTimes",
     "check_compatible",
     "describe_cache",

@@ -5,12 +5,13 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from pdtx.address import join_address, parse_address
-from pdtx.cache import GroupAllocator, KVCaches, Verification
+from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches, Verification, record_fence
 from pdtx.engine.arrivals import Arrivals, Notice
 from pdtx.engine.describe import facts_of
 from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
@@ -46,9 +47,15 @@ from pdtx.protocol import (
     TransferRequest,
 )
 from pdtx.sidechannel import Listener, Security
+from pdtx.tiers import Moved
+from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.transports import Mover, TransferKey
+from pdtx.units import ceil_div
 
 logger = logging.getLogger(__name__)
+
+_LOADERS = 2
+"""Requests that are loaded from tiers at once."""
 
 
 class KVConsumer:
@@ -59,6 +66,7 @@ class KVConsumer:
     cache; finish() or fail() ends it. Blocks return to the pool when no payload can still be written into them.
 
     verify: whether memory is poisoned between uses, which verify() relies on.
+    prefix: this node's tiers. What they have of a prompt is loaded before it is granted, and not sent.
     plan_layout: the layout to plan the first buffer with instead of its own: a deliberate fault, for tests.
     """
 
@@ -71,8 +79,9 @@ class KVConsumer:
         verify: bool,
         max_deadline_s: float = 600.0,
         plan_layout: Layout | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
-        self.cache, self.description, self.mover = cache, description, mover
+        self.cache, self.description, self.mover, self.prefix = cache, description, mover, prefix
         self.verifies, self.max_deadline_s = verify, max_deadline_s
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
         pools = {group.name: group.num_blocks for group in cache.groups}
@@ -87,6 +96,7 @@ class KVConsumer:
         self._ready: queue.SimpleQueue[InboundRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, name="pdtx-reaper", daemon=True)
+        self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
         self.registration = CacheRegistration()
         self.num_ended = 0
         self.num_failed = 0  # of those
@@ -125,6 +135,9 @@ class KVConsumer:
         self._ready.put(None)
         if self._reaper.is_alive():
             self._reaper.join()
+        if self._loaders is not None:
+            with self._lock:  # under which it is given work
+                self._loaders.shutdown(wait=False, cancel_futures=True)
         self.mover.close()
         if self._listener is not None:
             self._listener.close()
@@ -306,13 +319,14 @@ class KVConsumer:
             )
 
     def _on_request(self, session: Session, ask: TransferRequest) -> None:
-        problem, needs = self._problem(session, ask), needs_of(self.cache.groups, ask)
+        align = self.prefix.block_tokens if self.prefix is not None else 1
+        problem, needs = self._problem(session, ask), needs_of(self.cache.groups, ask, align)
         problem = problem or self._queue.impossible(needs)
         if problem is not None:
             self._send(session, Refuse(request_id=ask.request_id, reason=problem))
             return
         matches = session.match.buffers
-        arrivals = Arrivals(matches, [needs[match.group].positions for match in matches])
+        arrivals = Arrivals(matches, [needs[match.group].positions for match in matches])  # unless tiers have some
         deadline = time.monotonic() + min(ask.deadline_s, self.max_deadline_s)
         request = InboundRequest(session, ask, needs, arrivals, deadline)
         with self._lock:
@@ -335,13 +349,74 @@ class KVConsumer:
                 request = self._queue.next()
                 if request is None:
                     return
-                request.state = InboundState.RECEIVING
-                grant = Grant(
-                    request_id=request.request_id,
-                    groups=granted_blocks(request),
-                    deadline_s=max(0.0, request.deadline - time.monotonic()),
-                )
-            self._send(request.session, grant)
+                loaders = self._loaders if not self._closing.is_set() else None
+                if loaders is not None:
+                    request.state = InboundState.LOADING
+                    loaders.submit(self._load, request)
+                    continue
+            self._grant(request, Fetched())
+
+    def _load(self, request: InboundRequest) -> None:
+        """Load what the tiers have of a prompt, on a thread of its own, and grant the rest. No failure is the end."""
+        prefix, blocks = self.prefix, request.blocks
+        if prefix is None or blocks is None or request.state is not InboundState.LOADING:
+            return
+        fetched = Fetched()
+        try:
+            prompt = Request(prefix.keys(request.ask.token_ids), request.tables, blocks, self)
+            fetched = prefix.fetch(prompt, request.num_tokens, request.deadline, resume=False)
+        except DeadlineExceeded as error:
+            self.fail(request, error)  # something may still be written into the blocks
+            return
+        except Exception:
+            logger.exception("nothing of request %s is loaded from a tier", request.request_id)
+        self._grant(request, fetched)
+
+    def _grant(self, request: InboundRequest, fetched: Fetched) -> None:
+        """Tell the producer which blocks to write, and what of the prompt it need not send."""
+        with self._lock:
+            if request.state is InboundState.ENDED:
+                return
+            if fetched.num_tokens:
+                request.fetched, request.arrivals = fetched, self._expected(request, fetched.num_tokens)
+            request.state = InboundState.RECEIVING
+            grant = Grant(
+                request_id=request.request_id,
+                groups=granted_blocks(request),
+                deadline_s=max(0.0, request.deadline - time.monotonic()),
+                cached_tokens=fetched.num_tokens,
+            )
+        self._send(request.session, grant)
+
+    def _expected(self, request: InboundRequest, cached_tokens: int) -> Arrivals:
+        """Return what must arrive of a request whose first cached_tokens are here."""
+        matches, groups = request.session.match.buffers, self.cache.groups
+        positions = [
+            groups[match.group].uncached(request.needs[match.group].positions, cached_tokens) for match in matches
+        ]
+        return Arrivals(matches, positions)
+
+    def hold(self, blocks: GroupBlocks) -> None:
+        """Keep a request's blocks out of the pool, even when it ends, until unhold. Raises StaleBlocks."""
+        self.allocator.hold(blocks)
+
+    def unhold(self, blocks: GroupBlocks) -> None:
+        """End one hold on each of blocks."""
+        self.allocator.unhold(blocks)
+        self.grant_queued()
+
+    def keep(self, request: InboundRequest, token_ids: Sequence[int]) -> "Future[Moved] | None":
+        """Put the whole blocks of a request that is at its end into this node's tiers, in the background.
+
+        token_ids: those that the cache holds, of prompt and answer. Returns None where nothing is kept. Raises
+        TierError for tokens that have no keys.
+        """
+        if self.prefix is None or request.blocks is None:
+            return None
+        size = self.prefix.block_tokens
+        first = [ceil_div(need.positions.start, size) for need in request.needs]
+        prompt = Request(self.prefix.keys(token_ids), request.tables, request.blocks, self)
+        return self.prefix.keep(prompt, first, len(token_ids), record_fence(self.cache.device))
 
     def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
         with self._lock:

@@ -1,11 +1,11 @@
-"""The producer's control channel: dialled, greeted, and dialled again when it was lost."""
+"""The control channel of a producer, or of who reads a tier: dialled, greeted, and dialled again when it was lost."""
 
 import queue
 import time
 from collections.abc import Callable
 
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost
-from pdtx.protocol import Hello, Message, Welcome
+from pdtx.protocol import Hello, Message, TierHello, TierWelcome, Welcome
 from pdtx.sidechannel import Dialer, Security
 
 
@@ -22,13 +22,13 @@ class ControlChannel:
         on_message: Callable[[Message], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        self._address, self._security = address, security
+        self.address, self._security = address, security
         self._on_message, self._on_lost = on_message, on_lost
         self._dialer: Dialer | None = None
         self._lost: PdtxError | None = None
-        self._answer: queue.SimpleQueue[Welcome | PdtxError] = queue.SimpleQueue()
+        self._answer: queue.SimpleQueue[Welcome | TierWelcome | PdtxError] = queue.SimpleQueue()
 
-    def greet(self, hello: Hello, timeout_s: float) -> Welcome:
+    def greet(self, hello: Hello | TierHello, timeout_s: float) -> Welcome | TierWelcome:
         """Say hello, over a channel dialled anew if there is none or the last one was lost; return the answer.
 
         Raises PeerUnreachable (PeerSilent where somebody takes the connection), AuthenticationFailed, PeerLost,
@@ -45,7 +45,7 @@ class ControlChannel:
         try:
             answer = self._answer.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            error = DeadlineExceeded("the handshake's answer", self._address, round(timeout_s, 3))
+            error = DeadlineExceeded("the handshake's answer", self.address, round(timeout_s, 3))
             # An answer that comes yet must not be taken for the answer to a later hello.
             dialer.close(0.0)
             self._lose(error, str(error))
@@ -57,12 +57,12 @@ class ControlChannel:
     def _dial(self, timeout_s: float) -> Dialer:
         self.close(0.0)
         self._lost, self._dialer = None, None
-        dialer = Dialer(self._address, self._on_message, self._on_channel_lost, security=self._security)
+        dialer = Dialer(self.address, self._on_message, self._on_channel_lost, security=self._security)
         dialer.connect(timeout_s)
         self._dialer = dialer
         return dialer
 
-    def answer(self, answer: Welcome | PdtxError) -> None:
+    def answer(self, answer: Welcome | TierWelcome | PdtxError) -> None:
         """Take what the consumer says to a hello."""
         self._answer.put(answer)
 
@@ -72,7 +72,7 @@ class ControlChannel:
             self._dialer.send(message)
 
     def _on_channel_lost(self, reason: str) -> None:
-        self._lose(PeerLost(f"lost {self._address}: {reason}"), reason)
+        self._lose(PeerLost(f"lost {self.address}: {reason}"), reason)
 
     def _lose(self, error: PdtxError, reason: str) -> None:
         self._lost = error

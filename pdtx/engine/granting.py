@@ -9,13 +9,16 @@ from pdtx.protocol import GrantedBlocks, TransferRequest
 from pdtx.units import ceil_div
 
 
-def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest) -> tuple[GroupNeed, ...]:
-    """Return what a request needs of each group, for its prompt and for the tokens to come."""
+def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest, align: int = 1) -> tuple[GroupNeed, ...]:
+    """Return what a request needs of each group, for its prompt and for the tokens to come.
+
+    align: positions of which the first that has a block is a multiple: a tier loads whole blocks of its own.
+    """
     prompt = len(ask.token_ids)
     needs = list[GroupNeed]()
     for group in groups:
         positions = group.positions(prompt)
-        blocks = group.table_blocks(prompt + ask.max_tokens, positions.start)
+        blocks = group.table_blocks(prompt + ask.max_tokens, positions.start // align * align)
         last = ceil_div(positions.stop, group.block_size) if positions else blocks.start
         needs.append(GroupNeed(positions, blocks, range(blocks.start, last)))
     return tuple(needs)

@@ -11,6 +11,7 @@ from pdtx.engine.matching import Match
 from pdtx.errors import PdtxError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Reference, TransferRequest
+from pdtx.tiers.prefix import Fetched
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class InboundState(Enum):
     """What a request waits for, in words that fit an error message."""
 
     QUEUED = "free blocks"
+    LOADING = "this node's tiers"
     RECEIVING = "payload"
     READY = "the decoder"
     ENDED = "nothing"
@@ -51,6 +53,7 @@ class InboundRequest:
     """One request on its way in. Changed only under the consumer's lock, but for what the decode loop owns.
 
     needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
+    fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
     """
 
     session: Session
@@ -62,6 +65,7 @@ class InboundRequest:
     blocks: GroupBlocks | None = None
     tables: tuple[Int64s, ...] = ()
     state: InboundState = InboundState.QUEUED
+    fetched: Fetched = field(default_factory=Fetched)
     received_bytes: int = 0
     received_runs: int = 0
     noticed_bytes: int = 0

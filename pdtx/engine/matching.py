@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from pdtx.cache.verify import Naming
 from pdtx.engine.describe import BufferFacts, CacheFacts, facts_of
 from pdtx.engine.specs import spec_fields
@@ -13,6 +15,7 @@ from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, GroupDescription
+from pdtx.units import ceil_div
 
 _LOCAL = ("block_size", "page_size_padded", "alignment")
 """Fields of a spec that say how a side keeps its pages and not what lies in them."""
@@ -69,6 +72,13 @@ class BufferMatch:
     def source_stand_in(self, num_positions: int) -> Endpoint:
         """Return the producer's side of a plan that the consumer makes, who does not know the table."""
         return Endpoint.stand_in(self.producer.layout, num_positions)
+
+    def destination_stand_in(self, num_positions: int) -> Endpoint:
+        """Return the consumer's side of a plan that the producer makes for a get, who does not know the table."""
+        layout = self.consumer.layout
+        # Each position a place of its own, as in any table: no byte of a destination is written twice.
+        steps = np.arange(ceil_div(num_positions, layout.block_size), dtype=np.int64)
+        return Endpoint(layout, steps % layout.parts[0].layout.extent("block"), known=False)
 
     def destination(self, block_ids: Int64s, layout: Layout | None = None) -> Endpoint:
         """Return the consumer's side of a plan, from its block table; layout: another than its own, a fault."""

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from pdtx.cache import GroupBlocks
+from pdtx.cache import CacheGroup, GroupBlocks
 from pdtx.engine.matching import BufferMatch
 from pdtx.engine.picking import Picks
 from pdtx.engine.timing import Interval, TransferTimes
@@ -78,6 +78,11 @@ class Piece:
     layers: range
     positions: range
     fence: Callable[[], None]
+
+    def uncached(self, group: CacheGroup, cached_tokens: int) -> "Piece | None":
+        """Return the part that who has the first cached_tokens lacks, if there is any. group: the producer's."""
+        positions = group.uncached(self.positions, cached_tokens)
+        return replace(self, positions=positions) if positions else None
 
     @property
     def key(self) -> TransferKey:

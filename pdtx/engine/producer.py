@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pdtx.cache import GroupAllocator, KVCaches, record_fence
+from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches, record_fence
 from pdtx.engine.control import ControlChannel
 from pdtx.engine.describe import facts_of
 from pdtx.engine.handshake import choose_endpoint, make_hello, match_welcome
@@ -125,6 +125,8 @@ class KVProducer:
         """Shake hands for a session of its own, and open its data connection. Raises as connect() does."""
         deadline = time.monotonic() + timeout_s
         answer = channel.greet(make_hello(self.engine_id, self.description, self.mover.name), timeout_s)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"{channel.address} answered with a {type(answer).__name__}")
         match = match_welcome(answer, facts_of(self.description, whose="this node's"))
         self.consumer = answer
         if match.not_sent:
@@ -277,12 +279,26 @@ class KVProducer:
         with self._changed:
             if request.error is not None:
                 return
+            if request.grant is not None:
+                pieces = self._lacking(pieces, request.grant)
             request.unsent += len(pieces)
             if request.grant is None:
                 request.waiting += pieces
                 return
         for piece in pieces:
             route.shipper.put(piece)
+
+    def _lacking(self, pieces: Sequence[Piece], grant: Grant) -> list[Piece]:
+        """Return the pieces, or parts of them, that the consumer does not have."""
+        groups = self.cache.groups
+        parts = [piece.uncached(groups[piece.match.producer_group], grant.cached_tokens) for piece in pieces]
+        return [part for part in parts if part is not None]
+
+    def prefix_ready(self, request: OutboundRequest, num_tokens: int) -> None:
+        """Ship the first num_tokens of a prompt, of which all lies in the cache without having been computed."""
+        for index, buffer in enumerate(self.cache.buffers):
+            for layer in range(buffer.num_layers):
+                self.layer_ready(request, index, layer, 0, num_tokens)
 
     def computed(self, request: OutboundRequest, first_token: int) -> None:
         """Say that all layers of all tokens were layer_ready(), and what the first new token is."""
@@ -418,6 +434,8 @@ class KVProducer:
             first_token = request.first_token
             if first_token is None or request.unsent or request.completed or request.error is not None:
                 return
+            if request.grant is None:  # all may be cached at the consumer, so that nothing waits for the grant
+                return
             request.completed = True
         message = Complete(
             request_id=request.request_id,
@@ -436,6 +454,16 @@ class KVProducer:
                 return
             request.released = True
         self.allocator.free(request.blocks)
+        with self._changed:
+            self._changed.notify_all()
+
+    def hold(self, blocks: GroupBlocks) -> None:
+        """Keep a request's blocks out of the pool, even when it ends, until unhold. Raises StaleBlocks."""
+        self.allocator.hold(blocks)
+
+    def unhold(self, blocks: GroupBlocks) -> None:
+        """End one hold on each of blocks."""
+        self.allocator.unhold(blocks)
         with self._changed:
             self._changed.notify_all()
 
@@ -512,14 +540,21 @@ class KVProducer:
             text = f"{self.peer} granted blocks of {len(grant.groups)} groups and has {len(groups)}"
             self.fail(request, ProtocolError(text))
             return
+        if grant.cached_tokens > request.num_tokens:
+            text = f"{self.peer} claims {grant.cached_tokens} cached tokens of a prompt of {request.num_tokens}"
+            self.fail(request, ProtocolError(text))
+            return
         destinations = tuple(np.asarray(group.block_ids, dtype=np.int64) for group in grant.groups)
         with self._changed:
             if request.grant is not None or request.error is not None:
                 return
             request.grant, request.destinations = grant, destinations
-            waiting, request.waiting = request.waiting, []
+            held_back = len(request.waiting)
+            waiting, request.waiting = self._lacking(request.waiting, grant), []
+            request.unsent += len(waiting) - held_back
         for piece in waiting:
             route.shipper.put(piece)
+        self._complete_if_sent(request)
 
     def _on_lost(self, reason: str) -> None:
         self._fail_all(PeerLost(f"lost {self.peer}: {reason}"))

@@ -165,8 +165,9 @@ class Verifier:
             return strays
         size = buffer.block_size
         before, after = subject.need.positions.start % size, subject.need.positions.stop % size
-        if before:
-            first = subject.table[subject.need.granted.start :][:1]
+        # A tier's first block brings the positions before along.
+        if before and request.fetched.num_tokens <= subject.need.positions.start:
+            first = subject.table[subject.need.positions.start // size :][:1]
             strays += count(first) - count(first, before)
         if after:
             strays += count(subject.table[-1:], after)

@@ -25,6 +25,9 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     emulated: whether the mover's operations were carried out in software.
     mode: pieces moved each way, as in "staged 30, direct 2", and mode_reason why.
     wrong: elements that differ from the source's; None where nobody looked.
+    cached_tokens: tokens of the prompt that tiers gave the prefill node, which did not compute them; cached_from: which
+    tiers, as in "cpu, peer"; load_s, load_bytes: what that took. peer_cached_tokens: those that the decode node had in
+    its own, which were not sent.
     """
 
     request_id: str
@@ -44,6 +47,11 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     emulated: bool = False
     mode: str = ""
     mode_reason: str = ""
+    cached_tokens: int = 0
+    cached_from: str = ""
+    load_s: float = 0.0
+    load_bytes: int = 0
+    peer_cached_tokens: int = 0
     error: str | None = None
 
     @property

@@ -94,6 +94,11 @@ class ModelRunner:
             self._plans[block_size] = plan_cache(self._architecture, self.dtype, block_size)
         return self._plans[block_size]
 
+    @property
+    def resumes(self) -> bool:
+        """Whether several tokens can be computed at once after others, see Architecture.continues_states."""
+        return self._architecture.continues_states
+
     def chunk(self, num_tokens: int, chunk_size: int) -> int:
         """Return how many of the num_tokens tokens that are left of a prompt to compute at once: chunk_size at most.
 

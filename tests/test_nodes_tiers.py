@@ -1,0 +1,428 @@
+"""Nodes with tiers: what a prompt has in common with an earlier one is loaded, and the text stays the same."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_node.loop import DecodeLoop
+from pdtx.cache import KVCaches
+from pdtx.cli.tiers import TierOptions, open_tiers
+from pdtx.engine import KVConsumer, KVProducer, PeerTier, TierServer, describe_cache
+from pdtx.errors import InputError
+from pdtx.plan import CostTable
+from pdtx.report import RequestRow
+from pdtx.runner import ModelRunner, PagedSequence
+from pdtx.tiers.base import Tier
+from pdtx.tiers.copies import Copier
+from pdtx.tiers.cpu import CopierFactory, CpuTier
+from pdtx.tiers.geometry import tier_caches
+from pdtx.tiers.keys import fingerprint_of
+from pdtx.tiers.prefix import PrefixCache, Request
+from pdtx.transports import make_mover
+from prefill_node.scheduler import Job, PrefillScheduler
+from tests.engine_pair import OPEN, all_free, wait_until
+from tests.test_nodes import NODE, Decode, run
+from tests.tiny_models import ARCHITECTURES, tiny_checkpoint
+
+BLOCK = 32
+TOKENS = 8
+pytestmark = pytest.mark.timeout(240)
+
+_runners: dict[str, ModelRunner] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    _runners.clear()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def runner_of(folder: Path, kind: str) -> ModelRunner:
+    if kind not in _runners:
+        _runners[kind] = ModelRunner.load(tiny_checkpoint(folder, kind, **ARCHITECTURES[kind]), "float32")
+    return _runners[kind]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(7 * at + 31 * seed + at * at) % 256 for at in range(length)]
+
+
+def cpu_tier(cache: KVCaches, *, copier: CopierFactory = Copier) -> CpuTier:
+    memory = tier_caches(cache, block_tokens=BLOCK, nbytes=4 << 20, tokens_per_state=BLOCK)
+    return CpuTier(memory, like=cache, copier=copier)
+
+
+@dataclass
+class Nodes:
+    """A prefill and a decode node in this process. Tiers are made from the caches by the given functions."""
+
+    runner: ModelRunner
+    producer: KVProducer
+    consumer: KVConsumer
+    prefill: PrefixCache | None
+    decode: PrefixCache | None
+    chunk_size: int = 24
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def ask(self, *prompts: Sequence[int]) -> list[RequestRow]:
+        scheduler = PrefillScheduler(
+            self.runner,
+            self.producer,
+            max_tokens=TOKENS,
+            chunk_size=self.chunk_size,
+            max_num_seqs=4,
+            timeout_s=60.0,
+            ignore_eos=True,
+            prefix=self.prefill,
+        )
+        return scheduler.run([Job(f"r{at}", tokens) for at, tokens in enumerate(prompts)])
+
+    def answer(self, tokens: Sequence[int]) -> RequestRow:
+        (row,) = self.ask(tokens)
+        assert row.error is None, row.error
+        assert row.wrong == 0
+        return row
+
+    def settle(self) -> None:
+        """Wait until nothing holds a block: what was to be kept is kept."""
+        wait_until(lambda: all_free(self.producer.allocator), "the producer's blocks")
+        wait_until(lambda: all_free(self.consumer.allocator), "the consumer's blocks")
+
+
+@contextmanager
+def nodes(
+    runner: ModelRunner,
+    *,
+    prefill: bool = False,
+    decode: bool = False,
+    copier: CopierFactory = Copier,
+    peers: Sequence[Tier] = (),
+    caches: tuple[KVCaches, KVCaches] | None = None,
+) -> Iterator[Nodes]:
+    source, destination = caches or caches_of(runner)
+    fingerprint = fingerprint_of(source, model=runner.fingerprint)
+
+    def prefix(cache: KVCaches, wanted: bool, others: Sequence[Tier] = ()) -> PrefixCache | None:
+        if not wanted and not others:
+            return None
+        found = PrefixCache(cache, cpu_tier(cache, copier=copier) if wanted else None, fingerprint, peers=others)
+        stack.callback(found.close)
+        return found
+
+    def describe(cache: KVCaches) -> object:
+        return describe_cache(cache, model=runner.name, fingerprint=runner.fingerprint)
+
+    with ExitStack() as stack:
+        before, after = prefix(source, prefill), prefix(destination, decode, peers)
+        consumer = KVConsumer(destination, describe(destination), make_mover("inproc"), verify=True, prefix=after)  # type: ignore[arg-type]
+        stack.callback(consumer.close)
+        address = consumer.listen("127.0.0.1:0", security=OPEN)
+        mover = make_mover("inproc")
+        stack.callback(mover.close)
+        producer = KVProducer(source, describe(source), mover)  # type: ignore[arg-type]
+        stack.callback(producer.close)
+        producer.connect(address, security=OPEN)
+        stop = threading.Event()
+        loop = threading.Thread(target=DecodeLoop(runner, consumer, stop, None).run)
+        loop.start()
+        stack.callback(loop.join)
+        stack.callback(stop.set)
+        yield Nodes(runner, producer, consumer, before, after)
+
+
+def caches_of(runner: ModelRunner) -> tuple[KVCaches, KVCaches]:
+    return (
+        runner.make_cache(layout="flash_attn_nhd", block_size=16, num_blocks=40),
+        runner.make_cache(layout="flashinfer_hnd", block_size=32, num_blocks=40),
+    )
+
+
+def loaded(prefix: PrefixCache | None) -> int:
+    assert prefix is not None
+    return sum(group.loaded.blocks for usage in prefix.usages() for group in usage.groups)
+
+
+KINDS = ["llama", "gemma3_text", "jamba", "qwen3_next", "deepseek_v3"]
+FIRST, SECOND = prompt(0, 100), [*prompt(0, 80), *prompt(5, 25)]
+"""The second has two blocks and a half of the first one's, and goes on differently."""
+
+
+def plain(runner: ModelRunner) -> list[list[int]]:
+    with nodes(runner) as pair:
+        return [pair.answer(tokens).token_ids for tokens in (FIRST, SECOND)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_prompt_is_loaded_on_both_sides_and_its_text_is_the_same(folder: Path, kind: str) -> None:
+    runner = runner_of(folder, kind)
+    without = plain(runner)
+    with nodes(runner, prefill=True, decode=True) as pair:
+        first = pair.answer(FIRST)
+        assert (first.cached_tokens, first.cached_from, first.peer_cached_tokens) == (0, "", 0)
+        pair.settle()
+        again = pair.answer(FIRST)
+        pair.settle()
+        second = pair.answer(SECOND)
+        pair.settle()
+        assert [first.token_ids, second.token_ids] == without
+        assert again.token_ids == first.token_ids
+        assert again.nbytes < first.nbytes
+        # Of the block in which a window begins the decode node has a part only, which is not kept.
+        assert again.peer_cached_tokens == (2 if kind == "gemma3_text" else 3) * BLOCK
+        assert second.peer_cached_tokens == 2 * BLOCK
+        assert loaded(pair.decode) > 0
+        if runner.resumes:
+            assert (again.cached_tokens, again.cached_from) == (3 * BLOCK, "cpu")
+            assert again.load_bytes > 0
+            assert again.load_s > 0
+            assert second.cached_tokens == 2 * BLOCK
+            assert loaded(pair.prefill) > 0
+        else:
+            assert again.cached_tokens == 0
+
+
+class Swapped(Copier):
+    """Copies into the cache what belongs to another block: the last one every time."""
+
+    broken = False
+
+    def copy(self, group, src_table, dst_table, positions):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        if self.broken and len(src_table) > 1:
+            src_table = np.full_like(src_table, src_table[-1])
+        return super().copy(group, src_table, dst_table, positions)
+
+
+@pytest.fixture
+def mixed_up() -> Iterator[type[Swapped]]:
+    yield Swapped
+    Swapped.broken = False
+
+
+def test_another_blocks_bytes_are_found_by_verification_in_the_decode_node(
+    folder: Path, mixed_up: type[Swapped]
+) -> None:
+    with nodes(runner_of(folder, "llama"), decode=True, copier=mixed_up) as pair:
+        pair.answer(FIRST)
+        pair.settle()
+        mixed_up.broken = True
+        (row,) = pair.ask(FIRST)
+        assert row.wrong
+        assert row.error is not None
+        assert "token 0" in row.error
+        pair.settle()
+
+
+def test_another_blocks_bytes_in_the_prefill_node_show_in_the_text(folder: Path, mixed_up: type[Swapped]) -> None:
+    with nodes(runner_of(folder, "llama"), prefill=True, copier=mixed_up) as pair:
+        first = pair.answer(FIRST)
+        pair.settle()
+        mixed_up.broken = True
+        assert pair.answer(FIRST).token_ids != first.token_ids
+
+
+class Failing(Copier):
+    """Loses the second block of what it is to load."""
+
+    broken = False
+
+    def copy(self, group, src_table, dst_table, positions):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        if self.broken:
+            raise OSError("the memory is gone")
+        return super().copy(group, src_table, dst_table, positions)
+
+
+def test_what_cannot_be_loaded_is_computed_and_sent(folder: Path) -> None:
+    with nodes(runner_of(folder, "llama"), prefill=True, decode=True, copier=Failing) as pair:
+        first = pair.answer(FIRST)
+        pair.settle()
+        Failing.broken = True
+        try:
+            again = pair.answer(FIRST)
+            pair.settle()
+        finally:
+            Failing.broken = False
+        assert (again.cached_tokens, again.peer_cached_tokens) == (0, 0)
+        assert (again.token_ids, again.nbytes) == (first.token_ids, first.nbytes)
+        assert pair.prefill is not None
+        assert sum(group.failed.blocks for group in pair.prefill.usages()[0].groups) > 0
+
+
+class Slow(Copier):
+    """Takes its time, in which a state that nobody waited for is another one."""
+
+    def copy(self, group, src_table, dst_table, positions):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        time.sleep(0.03)
+        return super().copy(group, src_table, dst_table, positions)
+
+
+def test_a_state_is_stored_before_the_next_chunk_changes_it(folder: Path) -> None:
+    runner = runner_of(folder, "qwen3_next")
+    other = [*prompt(0, 40), *prompt(9, 30)]
+    meant = runner.make_cache(num_blocks=40)
+    sequence = PagedSequence(meant, [torch.arange(1, 2 if group.kind == "state" else 9) for group in meant.groups])
+    for tokens in (other[:24], other[24:BLOCK]):  # in the scheduler's chunks
+        runner.forward(sequence, tokens)
+    with nodes(runner, prefill=True, copier=Slow) as pair:
+        pair.answer(FIRST)
+        pair.settle()
+        cache, prefix = pair.producer.cache, pair.prefill
+        assert prefix is not None
+        places = [group.table_blocks(len(other)) for group in cache.groups]
+        blocks = pair.producer.allocator.allocate([len(place) for place in places])
+        request = Request(prefix.keys(other), blocks.tables(places), blocks, pair.producer)
+        assert prefix.fetch(request, len(other), time.monotonic() + 30, resume=True).num_tokens == BLOCK
+        for buffer, right in zip(cache.buffers, meant.buffers, strict=True):
+            tables = torch.as_tensor(request.tables[buffer.group]), sequence.table(buffer.group)
+            stop = 1 if cache.groups[buffer.group].kind == "state" else BLOCK
+            for layer in range(buffer.num_layers):
+                found, wanted = (
+                    each.canonical(layer, table, 0, stop) for each, table in zip((buffer, right), tables, strict=True)
+                )
+                assert torch.equal(found, wanted), buffer.name
+        pair.producer.allocator.free(blocks)
+
+
+def test_several_prompts_at_once(folder: Path) -> None:
+    runner = runner_of(folder, "qwen3_next")
+    prompts = [[*prompt(0, 70), *prompt(seed, 20)] for seed in range(1, 5)]
+    with nodes(runner) as pair:
+        without = [row.token_ids for row in pair.ask(*prompts)]
+    with nodes(runner, prefill=True, decode=True) as pair:
+        pair.answer(prompts[0])
+        pair.settle()
+        rows = pair.ask(*prompts)
+        pair.settle()
+    assert [row.token_ids for row in rows] == without
+    assert [row.wrong for row in rows] == [0] * 4
+    assert [row.cached_tokens for row in rows[1:]] == [64] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_node_reads_the_prefill_nodes_tier(folder: Path, kind: str) -> None:
+    runner = runner_of(folder, kind)
+    source, destination = caches_of(runner)
+    with ExitStack() as stack:
+        serving, reading = make_mover("tcp"), make_mover("tcp")
+        stack.callback(serving.close)
+        with nodes(runner, prefill=True, caches=(source, runner.make_cache(block_size=32, num_blocks=40))) as first:
+            assert first.prefill is not None
+            tier = first.prefill.tier
+            assert isinstance(tier, CpuTier)
+            description = describe_cache(tier.cache, model=runner.name, fingerprint=runner.fingerprint)
+            server = TierServer(tier, description, serving)
+            stack.callback(server.close)
+            address = server.listen("127.0.0.1:0", security=OPEN)
+            row = first.answer(FIRST)
+            first.settle()
+            here = describe_cache(destination, model=runner.name, fingerprint=runner.fingerprint)
+            peer = PeerTier(address, destination, here, reading, block_tokens=BLOCK, security=OPEN)
+            other = runner.make_cache(layout="flash_attn_hnd", block_size=16, num_blocks=40)
+            # It has tiers of its own so that it computes in the same chunks: others differ in the last bits.
+            with nodes(runner, prefill=True, caches=(other, destination), peers=[peer]) as second:
+                again = second.answer(FIRST)
+                second.settle()
+                assert again.token_ids == row.token_ids
+                assert again.peer_cached_tokens == 3 * BLOCK
+                assert loaded(second.decode) > 0
+            wait_until(lambda: server.num_lent == 0, "what was lent is given back")
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_an_earlier_process_kept_on_disk_is_loaded(folder: Path, tmp_path: Path, write: str) -> None:
+    runner = runner_of(folder, "gemma3_text")
+    options = TierOptions(
+        size=0.0 if write == "back" else 1 / 256,
+        disk_size=1 / 64,
+        directory=tmp_path,
+        block_size=BLOCK,
+        policy="lru",
+        write=write,
+    )
+    rows = list[RequestRow]()
+    for _ in range(2):
+        caches = caches_of(runner)
+        with ExitStack() as stack:
+            found = open_tiers(
+                options,
+                caches[0],
+                runner,
+                stack,
+                block_size=16,
+                security=OPEN,
+                mover="tcp",
+                mover_options=None,
+                costs=CostTable({}),
+            )
+            assert found is not None
+            with nodes(runner, caches=caches) as pair:
+                pair.prefill = found.prefix
+                rows.append(pair.answer(FIRST))
+                pair.settle()
+            usages = {usage["name"]: usage for usage in found.report()}
+            assert list(usages) == (["disk"] if write == "back" else ["cpu", "disk"])
+            assert (usages["disk"]["groups"][1]["loaded"]["blocks"] > 0) == (len(rows) == 2)
+    first, again = rows
+    assert (first.cached_tokens, again.cached_tokens) == (0, 3 * BLOCK)
+    assert again.cached_from == "disk"
+    assert again.token_ids == first.token_ids
+
+
+def test_flags_of_the_nodes(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path, "llama")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{at}", "token_ids": tokens} for at, tokens in enumerate((FIRST, SECOND))]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    tiers = ["--kv-offloading-size", "0.01", "--kv-offloading-block-size", "32"]
+    node = Decode(tmp_path / "log", "--model", model, *NODE, "--verify", *tiers)
+    try:
+        work = ["--max-tokens", "8", "--ignore-eos", "--max-num-seqs", "1", "--prompts", str(prompts), "--json"]
+        # One prompt's blocks at a time, which are back when they have been stored: the second finds them.
+        serve = ["--serve-tier", "127.0.0.1:0", "--num-blocks", "9"]
+        done = run("prefill_node", "--model", model, *NODE, "--connect", node.address, *work, *tiers, *serve)
+        assert done.code == 0, done.stderr
+        first, second = done.requests["p0"], done.requests["p1"]
+        assert (first["cached_tokens"], second["cached_tokens"], second["cached_from"]) == (0, 64, "cpu")
+        assert (first["wrong"], second["wrong"]) == (0, 0)
+        (usage,) = json.loads(done.stdout)["tiers"]
+        assert (usage["name"], usage["groups"][0]["loaded"]["blocks"]) == ("cpu", 2)
+        assert "tier cpu: " in done.stderr
+        assert " serves its tier at 127.0.0.1:" in done.stderr
+    finally:
+        assert node.stop() == 0
+    assert "tier cpu: " in node.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"policy": "mru"}, "--kv-offloading-policy takes "),
+        ({"write": "never"}, "--kv-offloading-write takes through, back, not 'never'"),
+        ({"disk_size": 1.0}, "--kv-offloading-disk-size and --kv-offloading-dir go together"),
+        ({"directory": Path("here")}, "--kv-offloading-disk-size and --kv-offloading-dir go together"),
+        ({"serve": "127.0.0.1:0", "size": 0.0}, "give --kv-offloading-size too"),
+        ({"peer": "nowhere"}, "not an address"),
+    ],
+)
+def test_flags_that_cannot_be_are_one_line(flags: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"size": 1.0, "disk_size": 0.0, "directory": None, "block_size": None}
+    with pytest.raises(InputError) as caught:
+        TierOptions(**(given | {"policy": "lru", "write": "through"} | flags))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
