@@ -170,7 +170,18 @@ class KVConsumer:
 
         Raises VerificationError naming the first wrong coordinate and its true source, or what ended the request.
         """
-        return self._verifier.verify(request)
+        try:
+            return self._verifier.verify(request)
+        except VerificationError as error:
+            fetched = request.fetched
+            if not fetched.num_tokens:
+                raise
+            # The last bits of what is computed depend on how many tokens are computed at once.
+            hint = (
+                f"the first {fetched.num_tokens} tokens came from tier {', '.join(fetched.sources)}: if only last bits "
+                "differ, the prefill node has computed them in other chunks; give it tiers, too"
+            )
+            raise VerificationError(f"{error}; {hint}", error.wrong) from None
 
     def release(self, request: InboundRequest) -> None:
         """Tell the producer that its blocks are not needed any more."""
