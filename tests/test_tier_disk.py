@@ -13,7 +13,7 @@ import pytest
 
 from pdtx.cache import KVCaches
 from pdtx.errors import TierBusy, TierError, TierInUse
-from pdtx.ranges import pwritev
+from pdtx.ranges import preadv, pwritev
 from pdtx.tiers import Side, direct_io
 from pdtx.tiers.disk import DiskTier
 from pdtx.tiers.files import file_bytes
@@ -309,6 +309,29 @@ def test_a_silent_disk_ends_jobs_and_blocks_no_lookup(tmp_path: Path, monkeypatc
         monkeypatch.undo()
         assert store(tier, cache, 5, 20).num_blocks == 5
         assert load(tier, plain(), 5, 20)[1]
+
+
+def test_what_is_read_after_a_load_was_given_up_goes_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache's blocks are another request's by then."""
+    cache, into, go, read = plain(), plain(), threading.Event(), threading.Semaphore(0)
+
+    def silent(fd: int, iovecs: int, count: int, offset: int) -> int:
+        assert go.wait(WAIT_S)
+        moved = preadv(fd, iovecs, count, offset)
+        read.release()
+        return moved
+
+    with opened(tmp_path, cache, silence_s=0.3) as tier:
+        store(tier, cache, 3, 1)
+        monkeypatch.setattr(direct_io, "preadv", silent)
+        with tier.lookup(keys_of(3, 1), every(cache, 3)) as lease:
+            moved = lease.load(Side(into, tables_of(into, 3)), every(into, 3)).result(WAIT_S)
+        assert {one.reason for one in moved.failed} == {"the disk has done nothing for 0.3 s"}
+        go.set()
+        assert all(read.acquire(timeout=WAIT_S) for _ in range(3))
+        monkeypatch.undo()
+        assert load(tier, plain(), 3, 1)[1]  # with the memory that the late ones have given back
+        assert not into.buffers[0].written_blocks().any()
 
 
 def test_the_fence_is_waited_for(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +19,8 @@ import msgspec
 import numpy as np
 
 from pdtx.cache import KVCaches
-from pdtx.errors import PdtxError, TierError
+from pdtx.errors import PdtxError, TierBusy, TierError
 from pdtx.plan.runs import Int64s
-from pdtx.ranges import Iovecs
 from pdtx.tiers.checksum import checksum
 from pdtx.tiers.copies import Copier, tier_positions
 from pdtx.tiers.direct_io import SECTOR
@@ -79,6 +78,34 @@ class _Job:
     writes: bool
     under_way: dict[Future[None], tuple[Block, int]] = field(default_factory=dict)
     failed: Failures = field(default_factory=dict)
+    door: "_Door" = field(default_factory=lambda: _Door())
+
+
+class _Door:
+    """The way into a job's cache: closed once the job has been given up, when the cache is somebody else's."""
+
+    def __init__(self) -> None:
+        self._changed, self._inside, self._closed = threading.Condition(), 0, False
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Write to the cache within this. Raises TierBusy where it is too late."""
+        with self._changed:
+            if self._closed:
+                raise TierBusy("the job was given up before")
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more, and wait for who is inside: what is done there takes no longer than a copy."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._inside)
 
 
 class _Slots:
@@ -120,7 +147,7 @@ class BlockFlow:
         job = self._job(cache, group, blocks, of_tier, lambda: Copier(cache, self._staging), writes=True)
         while job.todo or job.under_way:
             taken = self._take(job)
-            if self._copied(job, taken, inwards=True):
+            if self._packed(job, taken):
                 self._start(job, taken, self._write)
             if job.under_way and (job.todo or not taken):
                 self._give(job, self._finished(job))
@@ -139,9 +166,7 @@ class BlockFlow:
             taken = self._take(job)
             self._start(job, taken, self._read)
             if job.under_way:
-                done = self._finished(job)
-                if self._copied(job, done, inwards=False):
-                    self._give(job, done)
+                self._give(job, self._finished(job))
             elif not taken:
                 self._starve(job)
         return job.failed
@@ -193,37 +218,45 @@ class BlockFlow:
             for _, slot in blocks:
                 self._slots[job.group].give(slot)
 
-    def _copied(self, job: _Job, blocks: Sequence[tuple[Block, int]], *, inwards: bool) -> bool:
-        """Copy blocks from the cache into the staging memory, or back; those of a copy that fails have failed."""
+    def _packed(self, job: _Job, blocks: Sequence[tuple[Block, int]]) -> bool:
+        """Copy blocks from the cache into the staging memory; those of a copy that fails have failed."""
         if job.copier is None or not blocks:
             return True
-        theirs = np.concatenate([block.blocks for block, _ in blocks])
-        ours = np.array([slot for _, slot in blocks], np.int64)
-        src, dst = (theirs, ours) if inwards else (ours, theirs)
         try:
-            job.copier.copy(job.group, src, dst, tier_positions(self._staging, job.group, len(blocks)))
+            self._copy(job, job.copier, [block for block, _ in blocks], [slot for _, slot in blocks])
         except (PdtxError, RuntimeError) as error:
             self._fail(job, blocks, error)
             return False
         return True
 
+    def _copy(self, job: _Job, copier: Copier, blocks: Sequence[Block], slots: Sequence[int]) -> None:
+        theirs, ours = np.concatenate([block.blocks for block in blocks]), np.array(slots, np.int64)
+        src, dst = (theirs, ours) if job.writes else (ours, theirs)
+        copier.copy(job.group, src, dst, tier_positions(self._staging, job.group, len(blocks)))
+
     def _start(
-        self, job: _Job, blocks: Sequence[tuple[Block, int]], move: Callable[[Header, Iovecs, bool, float], None]
+        self, job: _Job, blocks: Sequence[tuple[Block, int]], move: Callable[[_Job, Block, int, bool], None]
     ) -> None:
         direct = job.extents.aligned(SECTOR)
         for block, slot in blocks:
             try:
-                future = self._io.submit(partial(move, block.header, job.extents.of(slot), direct))
+                future = self._io.submit(lambda _, block=block, slot=slot: move(job, block, slot, direct))  # type: ignore[misc]
             except PdtxError as error:
                 self._fail(job, [(block, slot)], error)
             else:
                 job.under_way[future] = block, slot
 
-    def _write(self, header: Header, ranges: Iovecs, direct: bool, _: float) -> None:
-        self._files.write(msgspec.structs.replace(header, checksum=checksum(ranges)), ranges, direct=direct)
+    def _write(self, job: _Job, block: Block, slot: int, direct: bool) -> None:
+        ranges = job.extents.of(slot)
+        header = msgspec.structs.replace(block.header, checksum=checksum(ranges))
+        self._files.write(header, ranges, direct=direct)
 
-    def _read(self, header: Header, ranges: Iovecs, direct: bool, _: float) -> None:
-        self._files.read(header, ranges, direct=direct)
+    def _read(self, job: _Job, block: Block, slot: int, direct: bool) -> None:
+        self._files.read(block.header, job.extents.of(slot), direct=direct)
+        if job.copier is not None:
+            # By who has read and summed it up, and has it in its processor's caches.
+            with job.door.passing():
+                self._copy(job, job.copier, [block], [slot])
 
     def _finished(self, job: _Job) -> list[tuple[Block, int]]:
         """Wait for a file; return the blocks whose files went well. Gives the job up where the disk is silent."""
@@ -247,6 +280,7 @@ class BlockFlow:
         self._give(job, blocks)
 
     def _give_up(self, job: _Job) -> None:
+        job.door.close()
         failure = Failure(f"the disk has done nothing for {self._silence_s:g} s")
         logger.warning(
             "%s: %s; giving up %d blocks", self._files.root, failure.reason, len(job.under_way) + len(job.todo)
