@@ -266,9 +266,11 @@ def test_peers_pin_a_bounded_share() -> None:
             for _ in range(capacity):
                 leases.append(one.peer.lookup(keys(), asked(here)))
 
-        with pytest.raises(TierError, match="blocks more would pin over"):
+        with pytest.raises(TierError, match=r"would pin more than .* for peers"):
             take_all()
         assert one.server.num_lent <= capacity // 2 + 1
+        for group in one.tier.usage().groups:
+            assert group.pinned.blocks <= max(1, group.capacity.blocks // 2), group.name
         for lease in leases:
             lease.release()
         wait_until(lambda: one.server.num_lent == 0, "the leases given back")

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pdtx.tiers import Failed, Fence, Moved, PrefixKeys, Side, written
 from pdtx.tiers.cpu import CpuLease, CpuTier
 from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
+from pdtx.tiers.shelf import WRITE_BACK_S
 from tests.engine_pair import all_free, attention, join, states, wait_until
 
 BLOCK, TOKENS, WINDOW = 32, 140, 40
@@ -81,13 +83,19 @@ class Odd(CpuTier):
         self.busy = False
 
     def store(
-        self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
+        self,
+        keys: PrefixKeys,
+        source: Side,
+        places: Sequence[Int64s],
+        fence: Fence = written,
+        *,
+        patience_s: float = WRITE_BACK_S,
     ) -> "Future[Moved]":
         def gated() -> None:
             assert self.gate.wait(20)
             fence()
 
-        return super().store(keys, source, places, gated)
+        return super().store(keys, source, places, gated, patience_s=patience_s)
 
     def load(self, lease: CpuLease, into: Side, places: Sequence[Int64s]) -> "Future[Moved]":
         if self.busy:
@@ -112,6 +120,42 @@ class Odd(CpuTier):
 
         threading.Thread(target=pass_on).start()
         return outer
+
+
+def test_nothing_is_written_to_blocks_after_their_request_has_ended() -> None:
+    """A load fails in part, and the request ends meanwhile: who gets its blocks next must not be poisoned by it."""
+    node = Node(caches())
+    tier = Odd(node.cache)
+    prefix, _, _ = kept(node, tier, [32, 64, 96, 128])
+    request = node.request(prefix)
+    free = [pool.num_free for pool in node.allocator.pools]
+    tier.bad = {(0, 2)}
+    inner, at_the_end = prefix._clear, list[bool]()
+
+    def clear(work: Any, places: Sequence[Int64s]) -> None:  # noqa: ANN401 - the fetch under way
+        time.sleep(0.2)  # whoever has waited for blocks has had the time to get them
+        at_the_end.append([pool.num_free for pool in node.allocator.pools] == free)
+        inner(work, places)
+
+    prefix._clear = clear  # type: ignore[method-assign]
+    tier.gate.clear()
+    with ThreadPoolExecutor(1) as thread:
+        fetching = thread.submit(prefix.fetch, request, TOKENS, soon(), resume=False)
+        wait_until(lambda: any(group.pinned.blocks for group in tier.usage().groups), "the load")
+        node.allocator.free(request.blocks)
+        tier.gate.set()
+        fetching.result(10)
+    assert at_the_end == [True]
+    wait_until(lambda: all_free(node.allocator), "the blocks back")
+
+
+def test_a_request_that_has_ended_fetches_nothing() -> None:
+    node = Node(caches())
+    tier = Odd(node.cache)
+    prefix, _, _ = kept(node, tier, [128])
+    request = node.request(prefix)
+    node.allocator.free(request.blocks)
+    assert prefix.fetch(request, TOKENS, soon(), resume=False) == Fetched()
 
 
 def soon() -> float:

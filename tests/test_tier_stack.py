@@ -135,6 +135,28 @@ def test_written_back_when_it_leaves_and_before_its_memory_is_used_again(
             assert whole, moved.failed
 
 
+def test_a_load_does_not_wait_for_a_disk_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded is to be kept in memory too, whose blocks would have to be written down first."""
+    cache, go = plain(), threading.Event()
+
+    def stuck(fd: int, iovecs: int, count: int, offset: int) -> int:
+        assert go.wait(WAIT_S)
+        return pwritev(fd, iovecs, count, offset)
+
+    with stacked(tmp_path, cache, 4, "back") as (stack, _, _):
+        store(stack, cache, 3, 0)
+        store(stack, cache, 4, 1)  # drives the others out
+        drain(stack)
+        monkeypatch.setattr(direct_io, "pwritev", stuck)
+        begun = time.monotonic()
+        assert sources(stack, 3, 0) == {"disk"}
+        assert time.monotonic() - begun < 5
+        go.set()
+        drain(stack)
+        monkeypatch.undo()
+        assert sources(stack, 3, 0) <= {"disk", "cpu"}
+
+
 def test_what_is_in_memory_alone_is_written_down_at_the_end(tmp_path: Path) -> None:
     cache = plain()
     with stacked(tmp_path, cache, 4, "back") as (stack, _, disk):

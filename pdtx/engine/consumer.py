@@ -424,6 +424,9 @@ class KVConsumer:
         """
         if self.prefix is None or request.blocks is None:
             return None
+        if self.verifies:
+            # What was computed here, token by token, has other last bits than what a prefill node computes of it.
+            token_ids = token_ids[: request.num_tokens]
         size = self.prefix.block_tokens
         first = [ceil_div(need.positions.start, size) for need in request.needs]
         prompt = Request(self.prefix.keys(token_ids), request.tables, request.blocks, self)

@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,11 +63,14 @@ class _Session:
 
 @dataclass
 class _Lent:
-    """Blocks that a peer may read until deadline. readers: offers under way, with which it lasts longer."""
+    """Blocks that a peer may read until deadline. readers: offers under way, with which it lasts longer.
+
+    counts: blocks of each group.
+    """
 
     session: _Session
     lease: CpuLease
-    num_blocks: int
+    counts: tuple[int, ...]
     deadline: float
     readers: int = 0
     over: bool = False
@@ -83,7 +87,7 @@ class TierServer:
         self.tier, self.mover, self.lease_s = tier, mover, lease_s
         self.engine_id = f"tier-{uuid.uuid4().hex[:8]}"
         self._facts = facts_of(description, whose="this node's tier's")
-        self._most_blocks = max(1, int(_MOST_SHARE * sum(group.num_blocks - 1 for group in tier.cache.groups)))
+        self._most_blocks = [max(1, int(_MOST_SHARE * (group.num_blocks - 1))) for group in tier.cache.groups]
         self._regions, self._plans = regions_of(tier.cache), PlanCache()
         self._sessions: dict[str, _Session] = {}
         self._lent: dict[tuple[str, str], _Lent] = {}  # (session id, request id)
@@ -125,7 +129,7 @@ class TierServer:
     def num_lent(self) -> int:
         """Blocks that peers' leases pin now."""
         with self._lock:
-            return sum(each.num_blocks for each in self._lent.values())
+            return sum(sum(each.counts) for each in self._lent.values())
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -241,17 +245,29 @@ class TierServer:
                 asked[ours[group]] = np.unique(np.asarray(places, np.int64))
         keys = PrefixKeys(self.tier.block_tokens, tuple(ask.digests), tuple(ask.proofs))
         lease = self.tier.lookup(keys, asked)
-        count = sum(int(found.sum()) for found in lease.found)
+        counts = tuple(int(found.sum()) for found in lease.found)
         with self._lock:
-            if self.num_lent + count > self._most_blocks or session.session_id not in self._sessions:
-                lease.release()
-                raise TransferRefused(f"{count} blocks more would pin over {self._most_blocks} for peers; ask later")
-            if count:
-                self._lent[name] = _Lent(session, lease, count, time.monotonic() + self.lease_s)
-        if not count:
+            problem = self._too_much(counts)
+            if session.session_id not in self._sessions:
+                problem = "the session has ended"
+            if problem is None and any(counts):
+                self._lent[name] = _Lent(session, lease, counts, time.monotonic() + self.lease_s)
+        if problem is not None:
+            lease.release()
+            raise TransferRefused(problem)
+        if not any(counts):
             lease.release()
         found = [places[mask].tolist() for places, mask in zip(asked, lease.found, strict=True)]
         return [found[ours[group]] if group in ours else [] for group in range(groups)]
+
+    def _too_much(self, counts: Sequence[int]) -> str | None:
+        """Say of which group so many blocks more would be too many to pin for peers, if so. Called under the lock."""
+        for group, (count, most) in enumerate(zip(counts, self._most_blocks, strict=True)):
+            lent = sum(each.counts[group] for each in self._lent.values())
+            if count and lent + count > most:
+                name = self.tier.cache.groups[group].name
+                return f"{count} blocks of group {name} beside {lent} would pin more than {most} for peers; ask later"
+        return None
 
     # -- the Receiver, on the mover's threads --------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.memory import PinnedMemory, numa_nodes
 from pdtx.tiers.outcome import Outcome, named, poison_blocks, rows_of, sum_up
 from pdtx.tiers.rates import Rate
-from pdtx.tiers.shelf import Evict, Evicted, Shelf
+from pdtx.tiers.shelf import WRITE_BACK_S, Evict, Evicted, Shelf
 from pdtx.tiers.worker import MOST_BYTES, MOST_JOBS, Worker
 
 CopierFactory = Callable[[KVCaches, KVCaches], Copier]
@@ -135,9 +135,15 @@ class CpuTier(Tier):
         return CpuLease(self, asked, blocks, Pins(self._shelves, [each[each > 0] for each in blocks], taken=True))
 
     def store(
-        self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
+        self,
+        keys: PrefixKeys,
+        source: Side,
+        places: Sequence[Int64s],
+        fence: Fence = written,
+        *,
+        patience_s: float = WRITE_BACK_S,
     ) -> "Future[Moved]":
-        """Take copies of blocks, see Tier."""
+        """Take copies of blocks, see Tier. patience_s: to wait for what they drive out to be kept elsewhere."""
         asked = self._check(keys, places)
         copier, _ = self._copiers_of(source.cache)
         tables = self._compact(source, asked)
@@ -147,8 +153,9 @@ class CpuTier(Tier):
             begun = time.monotonic()
             fence()
             done = [
-                self._store_group(group, keys, each, tables[group], copier) for group, each in enumerate(asked)
-            ]  # fmt: skip
+                self._store_group(group, keys, each, tables[group], copier, patience_s)
+                for group, each in enumerate(asked)
+            ]
             return sum_up(done, time.monotonic() - begun, waited)
 
         return self._storing.submit(job, nbytes)
@@ -159,13 +166,19 @@ class CpuTier(Tier):
         return [compact(side, group, each, self.block_tokens) for group, each in enumerate(places)]
 
     def _store_group(
-        self, group: int, keys: PrefixKeys, places: Int64s, table: tuple[Int64s, Bools], copier: Copier
+        self,
+        group: int,
+        keys: PrefixKeys,
+        places: Int64s,
+        table: tuple[Int64s, Bools],
+        copier: Copier,
+        patience_s: float,
     ) -> Outcome:
         name, shelf = self.cache.groups[group].name, self._shelves[group]
         done, (blocks, whole) = Outcome(name), table
         done.fail(places[~whole], "a part of it is the null block, or beyond the table")
         places, source = places[whole], rows_of(blocks, len(whole))[whole]
-        given = shelf.reserve(*named(keys, places))
+        given = shelf.reserve(*named(keys, places), seconds=patience_s)
         done.present = int(given.present.sum())
         done.fail(places[given.full], "the tier is full of blocks that are pinned or being written")
         done.fail(places[given.clash], "other tokens have its digest")

@@ -6,6 +6,7 @@ The system calls stand here by name, for tests to put failing ones in their plac
 import errno
 import mmap
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,31 @@ def create(path: Path, *, direct: bool) -> int:
 
 def open_to_write(path: Path, *, direct: bool) -> int:
     """Open a file to be written over. Raises OSError."""
-    return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0))
+    return _regular(path, os.O_WRONLY | (os.O_DIRECT if direct else 0))
 
 
 def open_to_read(path: Path, *, direct: bool) -> int:
     """Open a file. Raises OSError."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0))
+    return _regular(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+
+
+def _regular(path: Path, flags: int) -> int:
+    """Open what must be a file: no link, and nothing that lets its readers wait. Raises OSError."""
+    # Without O_NONBLOCK to open a pipe waits for its other end; of files it changes nothing.
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return fd
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a small file of the tier's own, whole or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(create(temporary, direct=False), "w") as file:
+        file.write(text)
+    temporary.replace(path)
 
 
 def write_all(fd: int, ranges: Iovecs) -> None:

@@ -22,7 +22,7 @@ from pdtx.tiers.copies import compact
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.cpu import Pins
 from pdtx.tiers.direct_io import takes_direct_io
-from pdtx.tiers.disk_start import own_folder, take_in
+from pdtx.tiers.disk_start import byte_order, own_folder, take_in
 from pdtx.tiers.extents import Extents
 from pdtx.tiers.files import BlockFolder, Header, file_bytes, short_proof
 from pdtx.tiers.geometry import check_block_tokens, share_out
@@ -110,7 +110,7 @@ class DiskTier(Tier):
         numbers = range(len(self._groups))
         self._nbytes = tuple(Extents(stagings[0], number).nbytes for number in numbers)
         self._layouts = tuple(
-            tuple(buffer.layout.name for buffer in stagings[0].buffers if buffer.group == number) for number in numbers
+            tuple(byte_order(buffer) for buffer in stagings[0].buffers if buffer.group == number) for number in numbers
         )
 
     def _make_shelves(

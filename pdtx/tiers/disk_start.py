@@ -1,6 +1,8 @@
 """What a disk tier does before its first block: it takes in the files that are there, and makes its staging memory."""
 
+import errno
 import logging
+import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from operator import attrgetter
@@ -8,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pdtx.cache import KVCaches
+from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.errors import LayoutError
+from pdtx.tiers.direct_io import open_to_read, write_own
 from pdtx.tiers.files import BlockFolder, Found
 from pdtx.tiers.geometry import block_nbytes, counts_tokens, tier_caches
 from pdtx.tiers.shelf import Shelf
@@ -52,11 +55,19 @@ def own_folder(
             staging = staging or _as_remembered(like, block_tokens, names)
             chosen = chosen or (names if staging else None)
     first = staging or staging_for(like, block_tokens, chosen)
-    named = [f"{buffer.name} {buffer.layout.name}" for buffer in first.buffers]
+    named = [f"{buffer.name} {byte_order(buffer)}" for buffer in first.buffers]
     folder = directory / f"{begin}{blake2b(repr(named).encode(), digest_size=8).hexdigest()}"
     folder.mkdir(exist_ok=True)
-    (folder / _LAYOUTS).write_text("\n".join(buffer.layout.name for buffer in first.buffers))
+    if folder.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "it is a link", str(folder))
+    write_own(folder / _LAYOUTS, "\n".join(buffer.layout.name for buffer in first.buffers))
     return folder, (first, staging_for(like, block_tokens, chosen))
+
+
+def byte_order(buffer: PagedBuffer) -> str:
+    """Name the order in which a block's bytes lie in a file: the layout, and the pages that make up a block."""
+    pages = buffer.layout.blocks_per_manager_block
+    return buffer.layout.name if pages == 1 else f"{buffer.layout.name} in {pages} pages"
 
 
 def _as_remembered(like: KVCaches, block_tokens: int, names: tuple[str, ...]) -> KVCaches | None:
@@ -73,7 +84,7 @@ def _remembered(directory: Path, begin: str) -> list[tuple[str, ...]]:
     found = list[tuple[float, tuple[str, ...]]]()
     for path in directory.glob(f"{begin}*/{_LAYOUTS}"):
         try:
-            with path.open() as file:
+            with os.fdopen(open_to_read(path, direct=False)) as file:
                 found.append((path.stat().st_mtime, tuple(file.read(_MOST_NAMES).split())))
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be read: %s", path, error)
@@ -102,7 +113,10 @@ def take_in(files: BlockFolder, shelves: Sequence[Shelf], layouts: Sequence[tupl
 
 def _delete(path: Path, reason: str) -> None:
     logger.warning("deleting %s: %s", path, reason)
-    path.unlink(missing_ok=True)
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        logger.warning("%s is a directory of somebody's, and stays", path)
 
 
 def _fill(shelf: Shelf, files: Sequence[Found]) -> None:

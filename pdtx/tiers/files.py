@@ -221,7 +221,7 @@ class BlockFolder:
                 continue
             path = Path(entry.path)
             try:
-                with open(path, "rb", buffering=0) as file:
+                with os.fdopen(open_to_read(path, direct=False), "rb", buffering=0) as file:
                     header, status = Header.from_bytes(file.read(SECTOR)), os.fstat(file.fileno())
                 if status.st_size != file_bytes(header.nbytes):
                     raise TierError(f"it has {status.st_size} bytes, not {file_bytes(header.nbytes)}")

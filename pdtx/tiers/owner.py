@@ -18,7 +18,7 @@ class FolderOwner:
         path = folder / LOCK_NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise TierError(f"cannot keep blocks in {folder}: {error.strerror}; give a folder to write to") from None
         try:

@@ -147,8 +147,18 @@ class PrefixCache:
 
         resume: whether tokens are to be computed after it, which takes the states; else it is for a decoder, who gets
         those from elsewhere. deadline: in time.monotonic(). What cannot be loaded is a miss, and so is all behind it.
-        Raises DeadlineExceeded; the blocks are held until what is still under way has ended.
+        Raises DeadlineExceeded; the blocks are held until this and what is still under way have ended.
         """
+        try:
+            request.holder.hold(request.blocks)
+        except StaleBlocks:  # it has ended meanwhile, and they may be another's
+            return Fetched()
+        try:
+            return self._fetch(request, num_tokens, deadline, resume=resume)
+        finally:
+            request.holder.unhold(request.blocks)
+
+    def _fetch(self, request: Request, num_tokens: int, deadline: float, *, resume: bool) -> Fetched:
         blocks = len(request.keys)
         work = _Work(request, num_tokens, deadline, resume, tuple(np.zeros(blocks, bool) for _ in self.cache.groups))
         if not blocks or not self._usable:
@@ -243,7 +253,7 @@ class PrefixCache:
             left = [places[~mask[places]] for places, mask in zip(left, found.masks, strict=True)]
             try:
                 running.append((found, part, self._begin_load(work, found, part)))
-            except PdtxError as error:
+            except Exception as error:  # noqa: BLE001 - the loads that have begun must be waited for all the same
                 lost = True
                 self._forget(found, part, error)
         for found, part, future in running:

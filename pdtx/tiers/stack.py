@@ -26,6 +26,8 @@ WritePolicy = Literal["through", "back"]
 
 DRAIN_S = 10.0
 """How long close() waits for what is on its way down."""
+_PROMOTE_S = 0.5
+"""How long what has been loaded waits for room in memory: its request waits as long."""
 _USUAL_BYTES = 16 << 20
 """Of a load, to compare tiers by."""
 
@@ -88,7 +90,7 @@ class TierStack(Tier):
         if not any(map(len, places)):
             return None
         try:
-            return self._memory.store(keys, source, places)
+            return self._memory.store(keys, source, places, patience_s=_PROMOTE_S)
         except PdtxError:
             return None
 
