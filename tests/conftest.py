@@ -1,6 +1,9 @@
 """Shared by all tests: determinism, hypothesis profiles, and markers for hardware that may be absent."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,11 @@ settings.load_profile(os.environ.get("PDTX_HYPOTHESIS_PROFILE", "ci" if os.envir
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # Whatever has been measured on this machine, and in whatever home: tests go by the default costs.
+    folder = Path(tempfile.mkdtemp(prefix="pdtx-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "costs.json").write_text('{"version": 1, "costs": []}')
+    os.environ["PDTX_COSTS"] = str(folder / "costs.json")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

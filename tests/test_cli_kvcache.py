@@ -99,7 +99,8 @@ def test_errors_are_one_line(
 def test_plot_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):  # another test may have imported both
+        monkeypatch.setitem(sys.modules, name, None)
     code, _, err = run(capsys, monkeypatch, "llama-3-8b", "--plot", str(tmp_path / "growth.png"))
     assert code == 2
     assert "pip install 'pdtx[plot]'" in err

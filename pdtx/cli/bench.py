@@ -161,9 +161,11 @@ def _measure(model: str, layers: Mapping[str, Any], settings: "RateSettings", re
     from pdtx.report import machine_facts
 
     def told(what: str, number: int) -> None:
-        if sys.stderr.isatty():
+        # On a terminal every round; a log has enough of the first and the last, and shows that it lives.
+        if sys.stderr.isatty() or number in (0, settings.rounds):
             note(f"{what}: round {number} of {settings.rounds}" if number else f"{what}: warmed up")
 
+    note(f"measuring {model}: {settings.blocks} blocks, {settings.rounds} rounds of both tiers; some seconds a round")
     found = measure_rates(layers, settings, told)
     lookup = measure_lookup(settings.rounds)
     record["machine"] = machine_facts()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -15,6 +16,7 @@ from pdtx.testing.jobs import Job
 
 _START_S = 60.0
 _END_S = 5.0
+_STOP_S = 10.0
 
 
 class PeerProcess:
@@ -57,8 +59,14 @@ class PeerProcess:
         self._process.kill()
 
     def stop(self) -> None:
-        """Let it do nothing any more."""
+        """Let it do nothing any more; returns when none of its threads does."""
         self._process.send_signal(signal.SIGSTOP)
+        # The signal stops one thread at once, the others when they are next interrupted.
+        give_up = time.monotonic() + _STOP_S
+        while not all(_is_stopped(task) for task in Path(f"/proc/{self._process.pid}/task").glob("*/stat")):
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"process {self._process.pid} did not stop within {_STOP_S:g} s")
+            time.sleep(0.005)
 
     def resume(self) -> None:
         """Let it go on."""
@@ -72,3 +80,12 @@ class PeerProcess:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self._process.wait(_END_S)
+
+
+def _is_stopped(stat: Path) -> bool:
+    """Whether a thread is stopped, or gone."""
+    try:
+        # The name, in brackets, may hold anything; the state is the first word after it.
+        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except OSError:
+        return True
