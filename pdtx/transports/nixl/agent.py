@@ -1,5 +1,6 @@
 """One NIXL agent, with what it has registered and prepared; its failures are errors of pdtx."""
 
+import ctypes
 import itertools
 import os
 import secrets
@@ -194,6 +195,19 @@ class Agent:
         """Return what the named agent has told since the last time; lets its operations go on."""
         heard: dict[str, list[bytes]] = self._call("make progress", lambda: self._agent.get_new_notifs())
         return heard.get(name, []) if heard else []
+
+    def rest(self) -> None:
+        """Never call the agent again, nor destroy it: without progress made here nothing comes over a socket.
+
+        UCX below it crashes now and then if it is destroyed while what it has to answer to a stopped peer is under way.
+        """
+        with self._lock:
+            self._closed = True
+            agent, self._agent = self._agent, None
+        # Not in any list: those are emptied when the process ends, and the agent destroyed after all.
+        for kept in (agent, *self._lists.values(), *(described for _, described in self._regions.values())):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._library.protocols.forget(self.name)
 
     def close(self) -> None:
         """Destroy the agent: no peer can reach memory through it any more, as far as that needs this process."""

@@ -294,17 +294,21 @@ class NixlLink(Link[Place]):
             return True
         if self._near and (not self._engine.lanes or any(lane.transport in DIRECT for lane in self._engine.lanes)):
             return False
-        self._end(PeerLost("the peer was cut off"))
+        over_sockets = bool(self._engine.lanes) and all(lane.transport == "tcp" for lane in self._engine.lanes)
+        self._end(PeerLost("the peer was cut off"), rests=over_sockets)
         return True
 
     def close(self) -> None:
         """End the agent, see Link."""
         self._end(PeerLost("it was closed"))
 
-    def _end(self, reason: PdtxError) -> None:
+    def _end(self, reason: PdtxError, *, rests: bool = False) -> None:
         with self._lock:
             agent, self._agent = self._agent, None
             self._broken = self._broken or reason
         if agent is not None:
-            agent.close()
+            if rests:
+                agent.rest()
+            else:
+                agent.close()
             self._forget(self)
