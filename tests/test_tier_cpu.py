@@ -23,7 +23,7 @@ from pdtx.kvspec import (
 )
 from pdtx.plan.runs import Int64s
 from pdtx.testing.codes import check_codes, codes_for, fill_codes
-from pdtx.tiers import CpuLease, CpuTier, Moved, PrefixKeys, Side, prefix_keys, tier_caches
+from pdtx.tiers import CpuTier, Moved, PrefixKeys, ShelfLease, Side, prefix_keys, tier_caches
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.geometry import block_nbytes
 from pdtx.tiers.memory import PinnedMemory, numa_nodes, pieces_of
@@ -391,7 +391,7 @@ def test_a_busy_tier_says_so_and_leaves_no_pins() -> None:
         Slow.begun.clear()
         lease = here.tier.lookup(here.keys, (ids(0),))
 
-        def ask(place: int, begin: str = begin, lease: CpuLease = lease) -> "Future[Moved]":
+        def ask(place: int, begin: str = begin, lease: ShelfLease = lease) -> "Future[Moved]":
             if begin == "store":
                 return here.tier.store(here.keys, here.source.side, (ids(place),))
             return lease.load(here.target.side, (ids(0),))

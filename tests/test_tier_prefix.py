@@ -15,10 +15,11 @@ from pdtx.errors import DeadlineExceeded, TierBusy, TierError
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan.runs import Int64s
 from pdtx.tiers import Failed, Fence, Moved, PrefixKeys, Side, written
-from pdtx.tiers.cpu import CpuLease, CpuTier
+from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.tiers.shelf import WRITE_BACK_S
+from pdtx.tiers.shelved import ShelfLease
 from tests.engine_pair import all_free, attention, join, states, wait_until
 
 BLOCK, TOKENS, WINDOW = 32, 140, 40
@@ -97,7 +98,7 @@ class Odd(CpuTier):
 
         return super().store(keys, source, places, gated, patience_s=patience_s)
 
-    def load(self, lease: CpuLease, into: Side, places: Sequence[Int64s]) -> "Future[Moved]":
+    def load(self, lease: ShelfLease, into: Side, places: Sequence[Int64s]) -> "Future[Moved]":
         if self.busy:
             raise TierBusy("too much to do")
         kept = [

@@ -10,6 +10,7 @@ from pdtx.cache.buffer import PagedBuffer
 from pdtx.errors import CacheError
 from pdtx.kvspec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from pdtx.plan import STATE, needed_positions, tokens_per_vector
+from pdtx.plan.runs import Int64s
 from pdtx.units import ceil_div
 
 GroupKind = Literal["full", "window", "chunk", "state", "cross"]
@@ -139,6 +140,15 @@ class KVCaches:
     def nbytes(self) -> int:
         """Bytes of all buffers and ranks."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    def poison(self, group: int, block_ids: Int64s) -> None:
+        """Fill blocks of a group, shape (n,), with POISON in all its buffers."""
+        if not len(block_ids):
+            return
+        ids = torch.as_tensor(block_ids, device=self.device)
+        for buffer in self.buffers:
+            if buffer.group == group:
+                buffer.poison(ids)
 
     def buffer(self, name: str) -> PagedBuffer:
         """Return a buffer by its name. Raises CacheError."""

@@ -8,8 +8,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from pdtx.address import join_address, parse_address
 from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches, Verification, record_fence
 from pdtx.engine.arrivals import Arrivals, Notice
@@ -29,7 +27,6 @@ from pdtx.errors import (
     VerificationError,
 )
 from pdtx.layout import Layout
-from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
     Bye,
     CacheDescription,
@@ -85,7 +82,7 @@ class KVConsumer:
         self.verifies, self.max_deadline_s = verify, max_deadline_s
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
         pools = {group.name: group.num_blocks for group in cache.groups}
-        self.allocator = GroupAllocator(pools, self._poison if verify else None)
+        self.allocator = GroupAllocator(pools, cache.poison if verify else None)
         self._facts = facts_of(description, whose="this node's")
         self._lock = threading.RLock()
         self.receiver = PayloadReceiver(cache, self.allocator, self, self._lock, plan_layout)
@@ -104,12 +101,6 @@ class KVConsumer:
         self.unknown_notices = 0  # deliveries that were told, of which nothing is here
         self._listener: Listener | None = None
         self._endpoints: list[DataEndpoint] = []
-
-    def _poison(self, group: int, ids: Int64s) -> None:
-        blocks = torch.as_tensor(ids, device=self.cache.device)
-        for buffer in self.cache.buffers:
-            if buffer.group == group:
-                buffer.poison(blocks)
 
     # -- serving ----------------------------------------------------------------------------------------------------
 

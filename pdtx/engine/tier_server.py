@@ -35,7 +35,8 @@ from pdtx.protocol import (
 )
 from pdtx.sidechannel import Listener, Security
 from pdtx.tiers import PrefixKeys
-from pdtx.tiers.cpu import CpuLease, CpuTier
+from pdtx.tiers.cpu import CpuTier
+from pdtx.tiers.shelved import ShelfLease
 from pdtx.transports import Mover, Placement, TransferKey
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class _Lent:
     """
 
     session: _Session
-    lease: CpuLease
+    lease: ShelfLease
     counts: tuple[int, ...]
     deadline: float
     readers: int = 0

@@ -68,7 +68,8 @@ class UnitGrid:
 
     def put(self, first: int, stop: int, rows: torch.Tensor) -> None:
         """Write rows, from any device, as the units first..stop."""
-        # Not waited for on the way to a device, whose stream keeps the order. Nothing keeps it for the host.
-        to_device = self.device.type != "cpu"
-        there = rows.view(self._rows.dtype).view(-1, self._words).to(self.device, non_blocking=to_device)
+        there = rows.view(self._rows.dtype).view(-1, self._words).to(self.device, non_blocking=True)
+        if rows.is_cuda and self.device.type == "cpu":
+            # They come into memory that torch pins; to a device its stream keeps the order, to the host nothing does.
+            torch.cuda.current_stream(rows.device).synchronize()
         self._rows.index_copy_(0, self._index(first, stop), there)

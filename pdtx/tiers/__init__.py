@@ -2,16 +2,16 @@
 
 from pdtx.tiers.base import Failed, Fence, Lease, Moved, Side, Tier, written
 from pdtx.tiers.counters import Count, GroupUsage, TierUsage
-from pdtx.tiers.cpu import CpuLease, CpuTier
+from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.keys import PrefixKeys, fingerprint_of, prefix_keys
 from pdtx.tiers.policies import POLICIES
 from pdtx.tiers.shelf import Shelf
+from pdtx.tiers.shelved import ShelfLease
 
 __all__ = [
     "POLICIES",
     "Count",
-    "CpuLease",
     "CpuTier",
     "Failed",
     "Fence",
@@ -20,6 +20,7 @@ __all__ = [
     "Moved",
     "PrefixKeys",
     "Shelf",
+    "ShelfLease",
     "Side",
     "Tier",
     "TierUsage",

@@ -11,14 +11,12 @@ from pdtx.native import Memory, library
 from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan
 from pdtx.plan.runs import Int64s
-from pdtx.ranges import UnitGrid, common_unit
+from pdtx.ranges import copy_ranges
 from pdtx.tiers.base import Bools, Side
 from pdtx.tiers.geometry import counts_tokens
 
 _PAST_CACHES = 8 << 20
 """Bytes of one copy from which on it goes past the processor's caches."""
-_PIECE_BYTES = 32 << 20
-"""Bytes that are packed at once where a copy goes by index operations."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +74,10 @@ class Copier:
         src, dst = pair.src.ranks[move.src_rank].memory, pair.dst.ranks[move.dst_rank].memory
         native = library()
         if native is None or not src.device.type == dst.device.type == "cpu":
-            _copy_by_index(src, dst, plan)
+            copy_ranges(src, plan.source(), dst, plan.destination())
             return
         runs, past_caches = plan.flat, plan.nbytes > _PAST_CACHES
         native.copy_runs(_memory(dst), _memory(src), runs.dst, runs.src, runs.nbytes, past_caches=past_caches)
-
-
-def _copy_by_index(src: torch.Tensor, dst: torch.Tensor, plan: TransferPlan) -> None:
-    """Copy by torch's index operations, between any devices; packed on the way, so that it crosses in large pieces."""
-    here, there = plan.source(), plan.destination()
-    unit = common_unit(here, there)
-    reading, writing = UnitGrid(src, here, unit), UnitGrid(dst, there, unit)
-    for first, stop in reading.pieces(_PIECE_BYTES):
-        rows = reading.take(first, stop)
-        if src.device.type == "cuda" and dst.device.type == "cpu":
-            # Into memory that torch pins, and read here only once it is there.
-            rows = rows.to(dst.device, non_blocking=True)
-            torch.cuda.current_stream(src.device).synchronize()
-        writing.put(first, stop, rows)
 
 
 def _memory(region: torch.Tensor) -> Memory:

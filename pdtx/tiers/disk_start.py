@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pdtx.cache import KVCaches, PagedBuffer
+from pdtx.cache import KVCaches
 from pdtx.errors import LayoutError
 from pdtx.tiers.direct_io import open_to_read, write_own
+from pdtx.tiers.extents import byte_order
 from pdtx.tiers.files import BlockFolder, Found
 from pdtx.tiers.geometry import block_nbytes, counts_tokens, tier_caches
 from pdtx.tiers.shelf import Shelf
@@ -62,12 +63,6 @@ def own_folder(
         raise NotADirectoryError(errno.ENOTDIR, "it is a link", str(folder))
     write_own(folder / _LAYOUTS, "\n".join(buffer.layout.name for buffer in first.buffers))
     return folder, (first, staging_for(like, block_tokens, chosen))
-
-
-def byte_order(buffer: PagedBuffer) -> str:
-    """Name the order in which a block's bytes lie in a file: the layout, and the pages that make up a block."""
-    pages = buffer.layout.blocks_per_manager_block
-    return buffer.layout.name if pages == 1 else f"{buffer.layout.name} in {pages} pages"
 
 
 def _as_remembered(like: KVCaches, block_tokens: int, names: tuple[str, ...]) -> KVCaches | None:

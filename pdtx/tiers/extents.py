@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pdtx.cache import KVCaches
+from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.errors import TierError
 from pdtx.plan import Endpoint, build_plan
 from pdtx.ranges import Iovecs
@@ -12,8 +12,8 @@ from pdtx.ranges.iovec import iovecs
 class Extents:
     """The ranges of one group's blocks in host memory: every buffer, then every rank of it, then as its layout has it.
 
-    The order follows from the names of the layouts alone, so that bytes written from one memory can be read into
-    another. nbytes: payload of a block; what a layout leaves between is in no range.
+    The order follows from the layouts and their pages alone (byte_order), so that bytes written from one memory can be
+    read into another. nbytes: payload of a block; what a layout leaves between is in no range.
     """
 
     def __init__(self, cache: KVCaches, group: int) -> None:
@@ -59,13 +59,19 @@ class Extents:
         return not bool((numbers % np.uint64(unit)).any())
 
 
+def byte_order(buffer: PagedBuffer) -> str:
+    """Name the order in which a block's bytes lie in a file: the layout, and the pages that make up a block."""
+    pages = buffer.layout.blocks_per_manager_block
+    return buffer.layout.name if pages == 1 else f"{buffer.layout.name} in {pages} pages"
+
+
 def same_blocks(ours: KVCaches, theirs: KVCaches, group: int) -> bool:
     """Whether a block of a group has the same bytes in the same order in both, as far as Extents goes."""
     if theirs.device.type != "cpu" or ours.groups[group].block_size != theirs.groups[group].block_size:
         return False
     pairs = [[b for b in cache.buffers if b.group == group] for cache in (ours, theirs)]
     return len(pairs[0]) == len(pairs[1]) and all(
-        (a.name, a.spec, a.layer_names, a.tp_size, a.layout.name, a.layout.blocks_per_manager_block)
-        == (b.name, b.spec, b.layer_names, b.tp_size, b.layout.name, b.layout.blocks_per_manager_block)
+        (a.name, a.spec, a.layer_names, a.tp_size, byte_order(a))
+        == (b.name, b.spec, b.layer_names, b.tp_size, byte_order(b))
         for a, b in zip(*pairs, strict=True)
     )

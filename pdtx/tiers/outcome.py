@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from pdtx.cache import KVCaches
 from pdtx.errors import PdtxError
@@ -65,15 +64,6 @@ def named(keys: PrefixKeys, places: Int64s) -> tuple[list[bytes], list[bytes]]:
 def rows_of(blocks: Int64s, num_places: int) -> Int64s:
     """Return blocks as a row for each place."""
     return blocks.reshape(num_places, -1) if num_places else blocks.reshape(0, 1)
-
-
-def poison_blocks(cache: KVCaches, group: int, blocks: Int64s) -> None:
-    """Leave nothing of a load that failed in the blocks where it should have gone."""
-    ids = torch.from_numpy(np.ascontiguousarray(blocks).reshape(-1)).to(cache.device)
-    if len(ids):
-        for buffer in cache.buffers:
-            if buffer.group == group:
-                buffer.poison(ids)
 
 
 def sum_up(done: Sequence[Outcome], seconds: float, waited: float) -> Moved:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from pdtx.cache import GroupBlocks, KVCaches
 from pdtx.errors import DeadlineExceeded, PdtxError, StaleBlocks, TierError
@@ -190,11 +189,7 @@ class PrefixCache:
             else:
                 size = self.block_tokens // group.block_size
                 blocks = table[(vain[:, None] * size + np.arange(size)).reshape(-1)]
-            if len(blocks):
-                ids = torch.as_tensor(blocks, device=self.cache.device)
-                for buffer in self.cache.buffers:
-                    if buffer.group == at:
-                        buffer.poison(ids)
+            self.cache.poison(at, blocks)
 
     def _reached(self, work: _Work) -> int:
         """Return how many tokens what is found is good for."""

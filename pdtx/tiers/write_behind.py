@@ -14,8 +14,9 @@ from pdtx.errors import PdtxError
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.base import Moved, Side, Tier
 from pdtx.tiers.counters import Count
-from pdtx.tiers.cpu import CpuLease, CpuTier
+from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.keys import PrefixKeys
+from pdtx.tiers.shelved import ShelfLease
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class WriteBehind:
         chosen = self._admit(places)
         if not any(map(len, chosen)):
             return
-        lease: CpuLease | None = None
+        lease: ShelfLease | None = None
         try:
             lease = self._memory.hold(keys, chosen)
             here = [each[found] for each, found in zip(chosen, lease.found, strict=True)]
@@ -99,7 +100,7 @@ class WriteBehind:
                 chosen.append(np.asarray(taken, np.int64))
         return chosen
 
-    def _written(self, chosen: Sequence[Int64s], lease: CpuLease, future: "Future[Moved]") -> None:
+    def _written(self, chosen: Sequence[Int64s], lease: ShelfLease, future: "Future[Moved]") -> None:
         lease.release()
         self._note(future)
         self._ended(chosen)
