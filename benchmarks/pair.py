@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
 
-from benchmarks.peers import MOVES_A_ROUND, Peer
+from benchmarks.peers import Peer
 from benchmarks.peers.child import Child, awake
 from benchmarks.station import Operation, StationOptions, Stations
 from benchmarks.workload import LLAMA_CASE, Case, Side
+from pdtx.bench.turns import MOVES_A_ROUND
 from pdtx.errors import PdtxError
 from pdtx.plan import Costs, Mode, load_costs
 

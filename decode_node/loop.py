@@ -5,7 +5,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +12,6 @@ from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import PdtxError, TransferError
 from pdtx.protocol import Finished
 from pdtx.runner import ModelRunner, PagedSequence, greedy
-from pdtx.tiers import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,6 @@ class DecodeLoop:
     def __init__(self, runner: ModelRunner, consumer: KVConsumer, stop: threading.Event, limit: int | None) -> None:
         self.runner, self.consumer, self.stop, self.limit = runner, consumer, stop, limit
         self._active = deque[_Active]()
-        self._keeping = list[Future[Moved]]()
 
     def run(self) -> None:
         """Serve. Failures of single requests are told to their producers, and the loop goes on."""
@@ -46,7 +43,8 @@ class DecodeLoop:
             if self._active:
                 active = self._active.popleft()
                 self._guard(active.request, partial(self._step, active))
-        wait(self._keeping, _KEEP_S)
+        if self.consumer.prefix is not None:
+            self.consumer.prefix.settle(_KEEP_S)
 
     def _guard(self, request: InboundRequest, work: Callable[[], bool]) -> None:
         """Do one piece of work for a request; when it has ended, or fails now, let its blocks go."""
@@ -109,8 +107,6 @@ class DecodeLoop:
         """Put what is in the cache of a request into the tiers; it ends well whatever comes of that."""
         tokens = [*active.request.ask.token_ids, *active.token_ids][: active.sequence.num_tokens]
         try:
-            kept = self.consumer.keep(active.request, tokens)
+            self.consumer.keep(active.request, tokens)
         except PdtxError as error:
             logger.warning("request %s is not kept: %s", active.request.request_id, error)
-            return
-        self._keeping = [each for each in self._keeping if not each.done()] + ([kept] if kept is not None else [])

@@ -88,7 +88,6 @@ class PrefillScheduler:
         self.timeout_s, self.ignore_eos = timeout_s, ignore_eos
         self._prefix = prefix
         self._loaders: ThreadPoolExecutor | None = None
-        self._keeping = list[Future[Moved]]()
         self._fetched = dict[str, Fetched]()
 
     def run(self, jobs: Sequence[Job]) -> list[RequestRow]:
@@ -97,7 +96,7 @@ class PrefillScheduler:
             return self._run(jobs)
         with ThreadPoolExecutor(_LOADERS, "pdtx-loader") as self._loaders:
             rows = self._run(jobs)
-        wait(self._keeping, _KEEP_S)
+        self._prefix.settle(_KEEP_S)
         return rows
 
     def _run(self, jobs: Sequence[Job]) -> list[RequestRow]:
@@ -193,7 +192,6 @@ class PrefillScheduler:
         active.first = [max(first, done // prefix.block_tokens) for first in active.first]
         if kept is not None:
             active.storing = kept
-            self._keeping = [*(each for each in self._keeping if not each.done()), kept]
 
     def _size(self, start: int, num_tokens: int) -> int:
         """Return how many tokens to compute next, so that states are seen at the ends of the tiers' blocks."""

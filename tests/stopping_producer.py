@@ -6,7 +6,6 @@ import signal
 import time
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from pdtx.engine import KVProducer, OutboundRequest, control
 from pdtx.errors import PdtxError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.sidechannel import Dialer
+from pdtx.testing.peers import is_stopped
 from pdtx.transports import TransferHandle, TransferKey, make_mover
 from tests.engine_pair import OPEN, attention, caches_of, describe, produce
 from tests.faulty_mover import FaultyConnection, Post, faulty
@@ -98,8 +98,8 @@ class StoppingProducer:
 
     @property
     def is_stopped(self) -> bool:
-        state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state == "T"
+        assert self._process.pid is not None
+        return is_stopped(self._process.pid)
 
     def resume(self) -> None:
         assert self._process.pid is not None

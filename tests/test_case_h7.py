@@ -725,7 +725,7 @@ def give_back_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_poison(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVConsumer, "_poison", lambda *_: None)
+    patch.setattr(KVCaches, "poison", lambda *_: None)
     patch.setattr("pdtx.engine.verifier.Verifier._require_no_strays", lambda *_: None)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from pdtx.errors import InputError
 from pdtx.plan import Runs
+from pdtx.testing.peers import stop_process
 from pdtx.transports.base import Region
 from pdtx.transports.onesided.fabric import Link, Progress, Shared
 from pdtx.transports.ucx.fabric import UcxFabric
@@ -76,7 +77,7 @@ class Peer:
         return torch.frombuffer(bytearray(self.ask("bytes")), dtype=torch.uint8)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def kill(self) -> None:
         self.process.kill()

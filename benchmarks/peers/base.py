@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.peers.child import Child, awake
+from pdtx.bench.turns import MOVES_A_ROUND
 from pdtx.cache.memory import allocate
 from pdtx.errors import InputError
 from pdtx.plan import Runs
@@ -25,8 +26,6 @@ _CODE = np.uint64(0x9E3779B97F4A7C15)
 _POISON = 0xEE
 _POISON_WORD = np.uint64(0xEEEE_EEEE_EEEE_EEEE)
 _CHECKED_AT_ONCE = 4 << 20
-MOVES_A_ROUND = 3
-"""Of which the median counts: the first finds memory and caches as the others have left them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,9 @@ from typing import Literal
 
 import torch
 
-from benchmarks.peers.base import MOVES_A_ROUND, CacheMemory, Peer, Workload
+from benchmarks.peers.base import CacheMemory, Peer, Workload
 from benchmarks.peers.child import Child, awake
+from pdtx.bench.turns import MOVES_A_ROUND
 from pdtx.errors import InputError
 from pdtx.native import Memory, library
 

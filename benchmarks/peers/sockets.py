@@ -4,8 +4,9 @@ import socket
 import time
 from collections.abc import Sequence
 
-from benchmarks.peers.base import MOVES_A_ROUND, CacheMemory, PairPeer, Workload
+from benchmarks.peers.base import CacheMemory, PairPeer, Workload
 from benchmarks.peers.child import Child
+from pdtx.bench.turns import MOVES_A_ROUND
 from pdtx.transports.wire import tune
 
 _PATIENCE_S = 60.0

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MOVES_A_ROUND = 3
-"""The median of which is the round's time: one that is interrupted does not count."""
+"""The median of which is the round's time: one that is interrupted does not count, nor the first one, which finds
+memory and caches as the others have left them."""
 
 
 class Way(ABC):

@@ -1,6 +1,7 @@
 """Processes to be killed and stopped, seen from the process that does it."""
 
 import contextlib
+import os
 import selectors
 import signal
 import subprocess
@@ -60,13 +61,7 @@ class PeerProcess:
 
     def stop(self) -> None:
         """Let it do nothing any more; returns when none of its threads does."""
-        self._process.send_signal(signal.SIGSTOP)
-        # The signal stops one thread at once, the others when they are next interrupted.
-        give_up = time.monotonic() + _STOP_S
-        while not all(_is_stopped(task) for task in Path(f"/proc/{self._process.pid}/task").glob("*/stat")):
-            if time.monotonic() > give_up:
-                raise TimeoutError(f"process {self._process.pid} did not stop within {_STOP_S:g} s")
-            time.sleep(0.005)
+        stop_process(self._process.pid)
 
     def resume(self) -> None:
         """Let it go on."""
@@ -82,10 +77,25 @@ class PeerProcess:
         self._process.wait(_END_S)
 
 
-def _is_stopped(stat: Path) -> bool:
-    """Whether a thread is stopped, or gone."""
+def stop_process(pid: int) -> None:
+    """Stop a process; returns when none of its threads does anything any more. Raises TimeoutError."""
+    os.kill(pid, signal.SIGSTOP)
+    # The signal stops one thread at once, the others when they are next interrupted.
+    give_up = time.monotonic() + _STOP_S
+    while not is_stopped(pid):
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"process {pid} did not stop within {_STOP_S:g} s")
+        time.sleep(0.005)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped, or gone."""
+    return all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def _state(stat: Path) -> str:
     try:
         # The name, in brackets, may hold anything; the state is the first word after it.
-        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+        return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -107,6 +107,7 @@ class PrefixCache:
         if not self._tiers:
             raise TierError("a prefix cache needs a tier, or a peer's")
         self.block_tokens = self._tiers[0].block_tokens
+        self._storing = set[Future[Moved]]()
         self.has_states = any(group.kind == "state" for group in cache.groups)
         self._usable = all(group.kind != "cross" for group in cache.groups)
         self._check()
@@ -321,10 +322,16 @@ class PrefixCache:
                 raise
             logger.warning("%d blocks are not kept in tier %s: %s", sum(map(len, places)), self.tier.name, error)
             return None
+        self._storing.add(future)
         future.add_done_callback(partial(self._stored, request))
         return future
 
+    def settle(self, seconds: float) -> None:
+        """Wait until the tiers have taken what keep() has given them, so long at most."""
+        wait(tuple(self._storing), seconds)
+
     def _stored(self, request: Request, future: "Future[Moved]") -> None:
+        self._storing.discard(future)
         request.holder.unhold(request.blocks)
         error = None if future.cancelled() else future.exception()
         if error is not None:
