@@ -334,6 +334,54 @@ def test_what_is_read_after_a_load_was_given_up_goes_nowhere(tmp_path: Path, mon
         assert not into.buffers[0].written_blocks().any()
 
 
+def test_no_load_waits_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, go = plain(), threading.Event()
+
+    def slow(fd: int, iovecs: int, count: int, offset: int) -> int:
+        assert go.wait(WAIT_S)
+        return pwritev(fd, iovecs, count, offset)
+
+    with opened(tmp_path, cache) as tier:
+        store(tier, cache, 3, 1)
+        monkeypatch.setattr(direct_io, "pwritev", slow)
+        tables = tables_of(cache, 9, 2)
+        stored = tier.store(keys_of(9, 2), Side(cache, tables), every(cache, 9))
+        assert load(tier, plain(), 3, 1)[1]
+        assert not stored.done()
+        go.set()
+        assert stored.result(WAIT_S).num_blocks == 9
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_any_number_of_threads(tmp_path: Path, threads: int) -> None:
+    cache = plain()
+    with opened(tmp_path, cache, threads=threads) as tier:
+        assert store(tier, cache, 9).num_blocks == 9
+        assert load(tier, plain("flashinfer_hnd", 32), 9)[1]
+
+
+def test_memory_that_lost_reads_have_is_used_again_when_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, go = plain(), threading.Event()
+
+    def silent(fd: int, iovecs: int, count: int, offset: int) -> int:
+        assert go.wait(WAIT_S)
+        return preadv(fd, iovecs, count, offset)
+
+    with opened(tmp_path, cache, silence_s=0.3) as tier:
+        store(tier, cache, 9)
+        monkeypatch.setattr(direct_io, "preadv", silent)
+        for _ in range(3):
+            with tier.lookup(keys_of(9), every(cache, 9)) as lease:
+                moved = lease.load(Side(plain(), tables_of(cache, 9)), every(cache, 9)).result(WAIT_S)
+            assert {one.reason for one in moved.failed} == {"the disk has done nothing for 0.3 s"}
+            assert len(moved.failed) == 9
+        go.set()
+        monkeypatch.undo()
+        assert load(tier, plain(), 9)[1]
+
+
 def test_the_fence_is_waited_for(tmp_path: Path) -> None:
     cache, into, go = plain(), plain(), threading.Event()
     tables = tables_of(cache, 3)

@@ -17,7 +17,7 @@ from pdtx.ranges.iovec import address_of
 from pdtx.tiers import direct_io
 from pdtx.tiers.checksum import checksum
 from pdtx.tiers.direct_io import SECTOR, aligned, takes_direct_io
-from pdtx.tiers.files import BlockFolder, Found, Header, file_bytes
+from pdtx.tiers.files import BlockFolder, Found, Frame, Header, file_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,13 +48,23 @@ def files_in(root: Path) -> list[Path]:
 def test_a_block_comes_back_into_other_ranges(folder: BlockFolder, payload: tuple[Bytes, Iovecs]) -> None:
     memory, ranges = payload
     header = header_of(ranges)
-    folder.write(header, ranges, direct=False)
+    folder.write(header, Frame(ranges), direct=False)
     assert [path.stat().st_size for path in files_in(folder.root)] == [file_bytes(5301)] == [3 * SECTOR]
     there = np.zeros(8000, np.uint8)
-    folder.read(header, ranges_of(there, (2000, 5301)), direct=False)
+    folder.read(header, Frame(ranges_of(there, (2000, 5301))), direct=False)
     assert bytes(there[2000:7301]) == bytes(memory[4096:9096]) + bytes(memory[10:310]) + bytes(memory[9192:9193])
     assert not there[:2000].any()
     assert not there[7301:].any()
+
+
+def test_nothing_of_a_longer_header_is_left_behind_a_shorter_one(
+    folder: BlockFolder, payload: tuple[Bytes, Iovecs]
+) -> None:
+    frame, header = Frame(payload[1]), header_of(payload[1])
+    for proof in (b"x" * 1000, b"short"):
+        folder.write(msgspec.structs.replace(header, proof=proof), frame, direct=False)
+    sector = folder.path("full", header.digest).read_bytes()[:SECTOR]
+    assert b"xx" not in sector
 
 
 def test_aligned_blocks_go_past_the_page_cache(folder: BlockFolder) -> None:
@@ -64,8 +74,8 @@ def test_aligned_blocks_go_past_the_page_cache(folder: BlockFolder) -> None:
     memory[:] = np.random.default_rng(1).integers(0, 256, len(memory), dtype=np.uint8)
     cuts = ((SECTOR, SECTOR), (0, SECTOR))
     header = header_of(ranges_of(memory, *cuts))
-    folder.write(header, ranges_of(memory, *cuts), direct=True)
-    folder.read(header, ranges_of(there, *cuts), direct=True)
+    folder.write(header, Frame(ranges_of(memory, *cuts)), direct=True)
+    folder.read(header, Frame(ranges_of(there, *cuts)), direct=True)
     assert bytes(there[: 2 * SECTOR]) == bytes(memory[: 2 * SECTOR])
 
 
@@ -75,44 +85,44 @@ def test_a_short_file_is_a_short_read(folder: BlockFolder, direct: bool) -> None
     memory[:] = 7
     ranges = ranges_of(memory, (0, 4 * SECTOR))
     header = header_of(ranges)
-    folder.write(header, ranges, direct=direct)
+    folder.write(header, Frame(ranges), direct=direct)
     for nbytes in (4 * SECTOR, 2 * SECTOR + 100, 100, 0):
         os.truncate(folder.path("full", header.digest), nbytes)
         with pytest.raises(TierError, match="short read"):
-            folder.read(header, ranges, direct=direct)
+            folder.read(header, Frame(ranges), direct=direct)
 
 
 def test_every_flipped_byte_is_found(folder: BlockFolder, payload: tuple[Bytes, Iovecs]) -> None:
     header = header_of(payload[1])
-    folder.write(header, payload[1], direct=False)
+    folder.write(header, Frame(payload[1]), direct=False)
     path = folder.path("full", header.digest)
     whole, used = path.read_bytes(), 24 + len(msgspec.msgpack.encode(header))
     for at in [*range(12), *range(16, used), SECTOR, SECTOR + 4999, SECTOR + 5000, SECTOR + 5300]:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         with pytest.raises(TierError):
-            folder.read(header, payload[1], direct=False)
+            folder.read(header, Frame(payload[1]), direct=False)
     path.write_bytes(whole)
-    folder.read(header, payload[1], direct=False)
+    folder.read(header, Frame(payload[1]), direct=False)
 
 
 def test_a_file_of_another_block_is_refused(folder: BlockFolder, payload: tuple[Bytes, Iovecs]) -> None:
     header = header_of(payload[1])
-    folder.write(header, payload[1], direct=False)
+    folder.write(header, Frame(payload[1]), direct=False)
     for field, value in (("proof", b"others"), ("layouts", ("sglang",)), ("nbytes", 5300)):
         with pytest.raises(TierError, match=f"another block: its {field} differ"):
-            folder.read(msgspec.structs.replace(header, **{field: value}), payload[1], direct=False)
+            folder.read(msgspec.structs.replace(header, **{field: value}), Frame(payload[1]), direct=False)
     other = msgspec.structs.replace(header, digest=b"\x13" * 32)
     folder.path("full", other.digest).parent.mkdir(parents=True, exist_ok=True)
     folder.path("full", header.digest).rename(folder.path("full", other.digest))
     with pytest.raises(TierError, match="its digest differ"):
-        folder.read(other, payload[1], direct=False)
+        folder.read(other, Frame(payload[1]), direct=False)
     assert [found[1] for found in folder.scan() if isinstance(found, tuple)] == ["its name is another block's"]
 
 
 def test_a_scan_tells_blocks_from_what_is_none(folder: BlockFolder, payload: tuple[Bytes, Iovecs]) -> None:
     headers = [header_of(payload[1], bytes([n]) * 32, group) for n in range(3) for group in ("full", "a/b ..")]
     for header in headers:
-        folder.write(header, payload[1], direct=False)
+        folder.write(header, Frame(payload[1]), direct=False)
     here = folder.path("full", b"\x00" * 32).parent
     (here / ".half.kv.0.part").write_bytes(b"half")
     (here / "junk.kv").write_bytes(b"junk")
@@ -152,10 +162,10 @@ def test_a_store_that_fails_leaves_nothing(
     else:
         monkeypatch.setattr(direct_io, "pwritev", failing)
     with pytest.raises((OSError, TierError), match=r"No space|short write|quota"):
-        folder.write(header_of(payload[1]), payload[1], direct=False)
+        folder.write(header_of(payload[1]), Frame(payload[1]), direct=False)
     assert files_in(folder.root) == []
     monkeypatch.undo()
-    folder.write(header_of(payload[1]), payload[1], direct=False)
+    folder.write(header_of(payload[1]), Frame(payload[1]), direct=False)
     assert len(files_in(folder.root)) == 1
 
 
@@ -164,8 +174,8 @@ def test_short_writes_are_carried_on(
 ) -> None:
     monkeypatch.setattr(direct_io, "pwritev", lambda fd, iovecs, count, offset: pwritev(fd, iovecs, 1, offset))
     header = header_of(payload[1])
-    folder.write(header, payload[1], direct=False)
-    folder.read(header, payload[1], direct=False)
+    folder.write(header, Frame(payload[1]), direct=False)
+    folder.read(header, Frame(payload[1]), direct=False)
 
 
 @given(st.binary(max_size=200))

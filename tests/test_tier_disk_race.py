@@ -28,6 +28,7 @@ def test_lookup_evict_load(tmp_path: Path) -> None:
         thread.start()
     into, chance, loaded = plain("flashinfer_hnd", 32), np.random.default_rng(9), 0
     try:
+        wait_until(lambda: stored[0] >= ROOM, "the tier is full", WAIT_S)
         for _ in range(150):
             seed = int(chance.integers(REQUESTS))
             cache_poison(into)

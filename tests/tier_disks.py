@@ -110,6 +110,7 @@ def open_disk(
     most_jobs: int = 64,
     silence_s: float = 20.0,
     direct: bool = True,
+    threads: int = 4,
 ) -> DiskTier:
     return DiskTier(
         folder,
@@ -120,6 +121,7 @@ def open_disk(
         layouts=layouts,
         most_jobs=most_jobs,
         silence_s=silence_s,
+        threads=threads,
         direct=direct,
     )
 

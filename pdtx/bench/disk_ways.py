@@ -13,11 +13,8 @@ from pdtx.bench.turns import Way
 from pdtx.bench.ways import TierLoad, TierStore, fill, nothing
 from pdtx.errors import InputError
 from pdtx.tiers.direct_io import takes_direct_io
-from pdtx.tiers.disk import DiskTier
+from pdtx.tiers.disk import THREADS, DiskTier
 from pdtx.tiers.files import file_bytes
-
-_THREADS = 4
-"""That write and read files, on both sides of the comparison."""
 
 
 @contextmanager
@@ -45,17 +42,16 @@ def disk_ways(scene: TierScene, settings: RateSettings) -> Iterator[dict[str, Wa
             fingerprint=scene.fingerprint,
             layouts=settings.tier_layouts,
             direct=direct,
-            threads=_THREADS,
         )
         stack.enter_context(closing(tier))
         fill(tier, scene)
-        files = stack.enter_context(closing(Files(raw_folder, sizes, direct=direct, threads=_THREADS)))
+        files = stack.enter_context(closing(Files(raw_folder, sizes, direct=direct, threads=THREADS)))
         state = "O_DIRECT" if direct else "page cache dropped before" if dropped else "page cache holds it"
         before, raw_before = (
             (partial(drop_from_page_cache, one) if dropped else nothing) for one in (tier_folder, raw_folder)
         )
         written = "O_DIRECT" if direct else "into the page cache"
-        plain = f"{files.count} files, {_THREADS} threads"
+        plain = f"{files.count} files, {THREADS} threads"
         yield {
             "store": TierStore("disk tier store", written, scene, tier),
             "store against": RawWrite(scene, files, plain),

@@ -16,8 +16,11 @@ _PIECE_BYTES = 1 << 20
 
 def checksum(ranges: Iovecs) -> bytes:
     """Return the checksum, 16 bytes, of ranges of this process's memory in their order."""
-    state, native = xxhash.xxh3_128(), library()
-    total = int(ranges[:, 1].sum())
+    state = xxhash.xxh3_128()
+    if len(ranges) == 1:
+        _update(state, ranges)
+        return state.digest()
+    native, total = library(), int(ranges[:, 1].sum())
     if native is None or total >= _SMALL_BYTES * len(ranges):
         _update(state, ranges)
         return state.digest()
@@ -33,7 +36,7 @@ def checksum(ranges: Iovecs) -> bytes:
 def _update(state: "xxhash.xxh3_128", ranges: Iovecs) -> None:
     for address, nbytes in ranges.tolist():
         if nbytes:
-            state.update(memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
+            state.update((ctypes.c_char * nbytes).from_address(address))
 
 
 def _gather(native: Native, ranges: Iovecs) -> "np.typing.NDArray[np.uint8]":

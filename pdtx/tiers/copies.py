@@ -10,17 +10,17 @@ from pdtx.errors import TierError
 from pdtx.native import Memory, library
 from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan
-from pdtx.plan.runs import Int64s
+from pdtx.plan.runs import Int64s, Runs
 from pdtx.ranges import copy_ranges
 from pdtx.tiers.base import Bools, Side
 from pdtx.tiers.geometry import counts_tokens
 
-_PAST_CACHES = 8 << 20
-"""Bytes of one copy from which on it goes past the processor's caches."""
+PAST_CACHES = 8 << 20
+"""Bytes copied in a row from which on they go past the processor's caches."""
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair:
     """A buffer on both sides, and what its ranks give each other."""
 
     src: PagedBuffer
@@ -40,12 +40,13 @@ class Copier:
         if names[0] != names[1]:
             raise TierError(f"groups differ: {', '.join(names[0])} and {', '.join(names[1])}; blocks cannot be copied")
         self._src, self._dst, self._plans = src, dst, PlanCache()
-        self._pairs: list[list[_Pair]] = [[] for _ in src.groups]
+        self._devices = {cache.device for cache in (src, dst) if cache.device.type == "cuda"}
+        self._pairs: list[list[Pair]] = [[] for _ in src.groups]
         for ours in src.buffers:
             theirs = next((buffer for buffer in dst.buffers if buffer.name == ours.name), None)
             if theirs is None or (theirs.layer_names, theirs.group) != (ours.layer_names, ours.group):
                 raise TierError(f"buffer {ours.name} has not the same layers and group on both sides")
-            self._pairs[ours.group].append(_Pair(ours, theirs, transfers(ours.spec, src.tp_size, dst.tp_size)))
+            self._pairs[ours.group].append(Pair(ours, theirs, transfers(ours.spec, src.tp_size, dst.tp_size)))
 
     def copy(self, group: int, src_table: Int64s, dst_table: Int64s, positions: range) -> tuple[int, int]:
         """Copy positions of a group of all its buffers, ranks and layers; return the bytes and the runs.
@@ -57,27 +58,43 @@ class Copier:
         for pair in self._pairs[group]:
             for move in pair.moves:
                 plan = self._plan(pair, move, src_table, dst_table, positions)
-                self._carry_out(pair, move, plan)
+                regions_of(pair, move).copy(plan.flat, past_caches=plan.nbytes > PAST_CACHES)
                 nbytes, num_runs = nbytes + plan.nbytes, num_runs + plan.num_runs
-        for device in {self._src.device, self._dst.device}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        self._finish()
         return nbytes, num_runs
 
+    def _finish(self) -> None:
+        """Wait until what was copied is there."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
     def _plan(
-        self, pair: _Pair, move: RankTransfer, src_table: Int64s, dst_table: Int64s, positions: range
+        self, pair: Pair, move: RankTransfer, src_table: Int64s, dst_table: Int64s, positions: range
     ) -> TransferPlan:
         src, dst = Endpoint.of(pair.src.layout, src_table), Endpoint.of(pair.dst.layout, dst_table)
         return self._plans.plan(src, dst, positions, boxes=move.boxes)
 
-    def _carry_out(self, pair: _Pair, move: RankTransfer, plan: TransferPlan) -> None:
-        src, dst = pair.src.ranks[move.src_rank].memory, pair.dst.ranks[move.dst_rank].memory
-        native = library()
-        if native is None or not src.device.type == dst.device.type == "cpu":
-            copy_ranges(src, plan.source(), dst, plan.destination())
-            return
-        runs, past_caches = plan.flat, plan.nbytes > _PAST_CACHES
-        native.copy_runs(_memory(dst), _memory(src), runs.dst, runs.src, runs.nbytes, past_caches=past_caches)
+
+class Regions:
+    """The memory of a rank on either side, uint8, of one dimension."""
+
+    def __init__(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        self._src, self._dst = src, dst
+        on_host = src.device.type == dst.device.type == "cpu"
+        self._memories = (_memory(dst), _memory(src)) if on_host else None
+
+    def copy(self, runs: Runs, *, past_caches: bool) -> None:
+        """Copy runs, on a device in stream order. past_caches: see Native.copy_runs, on the host."""
+        native = library() if self._memories else None
+        if native is None or self._memories is None:
+            copy_ranges(self._src, runs.source(), self._dst, runs.destination())
+        else:
+            native.copy_runs(*self._memories, runs.dst, runs.src, runs.nbytes, past_caches=past_caches)
+
+
+def regions_of(pair: Pair, move: RankTransfer) -> Regions:
+    """Return the memory of the ranks that give each other something."""
+    return Regions(pair.src.ranks[move.src_rank].memory, pair.dst.ranks[move.dst_rank].memory)
 
 
 def _memory(region: torch.Tensor) -> Memory:

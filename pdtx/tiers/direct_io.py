@@ -37,12 +37,12 @@ def open_to_write(path: Path, *, direct: bool) -> int:
     return _regular(path, os.O_WRONLY | (os.O_DIRECT if direct else 0))
 
 
-def open_to_read(path: Path, *, direct: bool) -> int:
+def open_to_read(path: Path | str, *, direct: bool) -> int:
     """Open a file. Raises OSError."""
     return _regular(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 
 
-def _regular(path: Path, flags: int) -> int:
+def _regular(path: Path | str, flags: int) -> int:
     """Open what must be a file: no link, and nothing that lets its readers wait. Raises OSError."""
     # Without O_NONBLOCK to open a pipe waits for its other end; of files it changes nothing.
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -61,17 +61,17 @@ def write_own(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def write_all(fd: int, ranges: Iovecs) -> None:
-    """Write ranges from the file's begin on, however many calls that takes. Raises OSError, TierError."""
-    cursor = IovecCursor(ranges)
+def write_all(fd: int, ranges: Iovecs, total: int) -> None:
+    """Write ranges, total bytes, from the file's begin on in as many calls as it takes. Raises OSError, TierError."""
+    cursor = IovecCursor(ranges, total)
     while cursor.done < cursor.total:
         if not cursor.move_at(pwritev, fd, 0):
             raise TierError(f"short write: {cursor.done} of {cursor.total} bytes were written")
 
 
-def read_all(fd: int, ranges: Iovecs) -> None:
-    """Fill ranges from the file's begin on. Raises OSError, and TierError where the file ends before."""
-    cursor = IovecCursor(ranges)
+def read_all(fd: int, ranges: Iovecs, total: int) -> None:
+    """Fill ranges, total bytes, from the file's begin on. Raises OSError, and TierError where the file ends before."""
+    cursor = IovecCursor(ranges, total)
     while cursor.done < cursor.total:
         if not _read_some(cursor, fd):
             raise TierError(f"short read: {cursor.done} of {cursor.total} bytes are there")
@@ -96,7 +96,7 @@ def takes_direct_io(folder: Path) -> bool:
         for opened, move in ((create, write_all), (open_to_read, read_all)):
             fd = opened(path, direct=True)
             try:
-                move(fd, ranges.copy())
+                move(fd, ranges.copy(), SECTOR)
             finally:
                 os.close(fd)
     except OSError:

@@ -16,7 +16,8 @@ from pdtx.cache import KVCaches
 from pdtx.errors import TierError
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.base import Bools, Failed, Fence, Moved, Side, written
-from pdtx.tiers.block_flow import Block, BlockFlow, Failures
+from pdtx.tiers.block_flow import BlockFlow
+from pdtx.tiers.block_job import Block, Failures
 from pdtx.tiers.checksum import CHECKSUM_BYTES
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.direct_io import takes_direct_io
@@ -34,11 +35,15 @@ from pdtx.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+THREADS = 8
+"""That read, and that write: while some of them sum up and copy, the disk has enough to do."""
 CLOSE_S = 30.0
 SILENCE_S = 30.0
 """How long the disk may do nothing."""
 _GUESS = 1e9
 """Bytes a second, before the first load."""
+_MOST_WAITING = 1 << 20
+"""Of a job's threads; what bounds them is how many jobs may wait."""
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
@@ -65,7 +70,7 @@ class DiskTier(ShelvedTier):
         tokens_per_state: int | None = None,
         fsync: bool = False,
         direct: bool = True,
-        threads: int = 4,
+        threads: int = THREADS,
         most_jobs: int = MOST_JOBS,
         most_bytes: int = MOST_BYTES,
         silence_s: float = SILENCE_S,
@@ -74,15 +79,20 @@ class DiskTier(ShelvedTier):
 
         nbytes: of all files. fingerprint: see fingerprint_of. layouts, tokens_per_state: see tier_caches. fsync:
         whether blocks survive a power cut for certain. direct: go past the page cache where that is possible.
-        threads: that read and write. silence_s: how long the disk may do nothing before blocks are given up.
-        Raises TierInUse, and TierError for a folder that cannot be used or nbytes that hold no block.
+        threads: that read, and as many that write. silence_s: how long the disk may do nothing before blocks are given
+        up. Raises TierInUse, and TierError for a folder that cannot be used or nbytes that hold no block.
         """
         self.directory, self._asked = Path(directory), nbytes
         check_block_tokens(like, block_tokens)
         self._owner = FolderOwner(self.directory)
         try:
             root, stagings = own_folder(
-                self.directory, like=like, block_tokens=block_tokens, fingerprint=fingerprint, layouts=layouts
+                self.directory,
+                like=like,
+                block_tokens=block_tokens,
+                fingerprint=fingerprint,
+                layouts=layouts,
+                threads=threads,
             )
             sizes = self._describe(stagings)
             shares = share_out(
@@ -105,8 +115,16 @@ class DiskTier(ShelvedTier):
             if isinstance(error, OSError):
                 raise TierError(f"cannot keep blocks in {directory}: {error}; give another folder") from None
             raise
-        self._io = Worker("the disk tier's files", threads=threads, most_jobs=1 << 20)
-        self._flows = [BlockFlow(self._files, staging, self._io, silence_s=silence_s) for staging in stagings]
+        self._flows = [
+            BlockFlow(
+                self._files,
+                staging,
+                Worker(f"the disk tier's {what}", threads=threads, most_jobs=_MOST_WAITING),
+                threads,
+                silence_s=silence_s,
+            )
+            for staging, what in zip(stagings, ("writing", "reading"), strict=True)
+        ]
         self._lock, self._not_stored = threading.Lock(), Counter[str]()
         super().__init__(
             block_tokens, shelves, sizes, guess=_GUESS, threads=1, most_jobs=most_jobs, most_bytes=most_bytes
@@ -177,7 +195,7 @@ class DiskTier(ShelvedTier):
 
     def _move_out(self, into: Side, wanted: Wanted, done: Outcome) -> None:
         shelf, places = self._shelves[wanted.group], wanted.places
-        failed = self._flows[1].load(into.cache, wanted.group, self._blocks(wanted), of_tier=into.of_tier)
+        failed = self._flows[1].load(into.cache, wanted.group, self._blocks(wanted))
         bad = {place for place, failure in failed.items() if failure.bad_file}
         for at in np.flatnonzero(np.isin(places, list(bad))).tolist():
             logger.warning(
@@ -224,7 +242,7 @@ class DiskTier(ShelvedTier):
 
     def close(self) -> None:
         """Finish what is under way, see Tier; waits CLOSE_S at most. The folder is then another's to use."""
-        if self._close_workers(CLOSE_S, self._io):
+        if self._close_workers(CLOSE_S, *(flow.io for flow in self._flows)):
             self._owner.release()
         else:
             logger.warning("%s: the disk does not answer; the folder stays locked until it does", self.directory)

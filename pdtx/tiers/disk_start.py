@@ -21,30 +21,31 @@ from pdtx.tiers.shelf import Shelf
 logger = logging.getLogger(__name__)
 
 _LAYOUTS, _MOST_NAMES = "layouts", 1 << 16
-_STAGING_BYTES = 64 << 20
-_FEWEST_STAGED, _MOST_STAGED = 4, 64
 
 
-def staging_for(like: KVCaches, block_tokens: int, layouts: tuple[str, ...] | None) -> KVCaches:
-    """Allocate a few blocks of each group in a tier's layouts: 4 at least, 64 at most, about 64 MiB if that allows.
-
-    Raises what tier_caches() does.
-    """
+def staging_for(like: KVCaches, block_tokens: int, layouts: tuple[str, ...] | None, count: int) -> KVCaches:
+    """Allocate so many blocks of each group in a tier's layouts, or a few more. Raises what tier_caches() does."""
     sizes = (
         nbytes * (block_tokens // group.block_size if counts_tokens(group) else 1)
         for group, nbytes in zip(like.groups, block_nbytes(like), strict=True)
     )
     one = max(1, sum(sizes))
-    count = min(max(_STAGING_BYTES // one, _FEWEST_STAGED), _MOST_STAGED)
     # Besides those the null block, two of groups that are not kept, and what a layout pads pages with.
     nbytes = (count + 3) * one * 9 // 8
     return tier_caches(like, block_tokens=block_tokens, nbytes=nbytes, layouts=layouts, tokens_per_state=block_tokens)
 
 
 def own_folder(
-    directory: Path, *, like: KVCaches, block_tokens: int, fingerprint: bytes, layouts: tuple[str, ...] | None
+    directory: Path,
+    *,
+    like: KVCaches,
+    block_tokens: int,
+    fingerprint: bytes,
+    layouts: tuple[str, ...] | None,
+    threads: int,
 ) -> tuple[Path, tuple[KVCaches, ...]]:
-    """Return the folder of a cache's files in a tier's directory, made where it is absent, and two staging memories.
+    """Return the folder of a cache's files in a tier's directory, made where it is absent, and two staging memories
+    with a block for each of so many threads.
 
     What lies in files depends on block size, ranks and layouts, so that each of those has a folder. layouts: where
     None, those of the files that are there, or else what tier_caches() takes. Raises OSError, and what that does.
@@ -53,22 +54,22 @@ def own_folder(
     chosen, staging = layouts, None
     if layouts is None:
         for names in _remembered(directory, begin):
-            staging = staging or _as_remembered(like, block_tokens, names)
+            staging = staging or _as_remembered(like, block_tokens, names, threads)
             chosen = chosen or (names if staging else None)
-    first = staging or staging_for(like, block_tokens, chosen)
+    first = staging or staging_for(like, block_tokens, chosen, threads)
     named = [f"{buffer.name} {byte_order(buffer)}" for buffer in first.buffers]
     folder = directory / f"{begin}{blake2b(repr(named).encode(), digest_size=8).hexdigest()}"
     folder.mkdir(exist_ok=True)
     if folder.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "it is a link", str(folder))
     write_own(folder / _LAYOUTS, "\n".join(buffer.layout.name for buffer in first.buffers))
-    return folder, (first, staging_for(like, block_tokens, chosen))
+    return folder, (first, staging_for(like, block_tokens, chosen, threads))
 
 
-def _as_remembered(like: KVCaches, block_tokens: int, names: tuple[str, ...]) -> KVCaches | None:
+def _as_remembered(like: KVCaches, block_tokens: int, names: tuple[str, ...], threads: int) -> KVCaches | None:
     """Return staging memory if it has just these layouts, buffer by buffer."""
     try:
-        staging = staging_for(like, block_tokens, names)
+        staging = staging_for(like, block_tokens, names, threads)
     except LayoutError:
         return None
     return staging if tuple(buffer.layout.name for buffer in staging.buffers) == names else None

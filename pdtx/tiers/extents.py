@@ -29,6 +29,7 @@ class Extents:
             step = self._ranges(cache, group, 2)[:, 0] - first[:, 0]
         self._first, self._step = first, np.zeros(len(first), np.uint64) if step is None else step
         self.nbytes = int(first[:, 1].sum())
+        self._unit = int(np.gcd.reduce(np.concatenate([self._first.reshape(-1), self._step])))
 
     @staticmethod
     def _ranges(cache: KVCaches, group: int, block: int) -> Iovecs:
@@ -55,8 +56,7 @@ class Extents:
 
     def aligned(self, unit: int) -> bool:
         """Whether all ranges of all blocks begin and end at multiples of unit bytes, as O_DIRECT asks for."""
-        numbers = np.concatenate([self._first.reshape(-1), self._step])
-        return not bool((numbers % np.uint64(unit)).any())
+        return self._unit % unit == 0
 
 
 def byte_order(buffer: PagedBuffer) -> str:

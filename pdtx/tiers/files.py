@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import os
 import struct
-import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,6 +90,35 @@ def file_bytes(nbytes: int) -> int:
     return SECTOR + round_up(nbytes, SECTOR)
 
 
+class Frame:
+    """Memory that makes up a file: the header's sector, the payload, and zeros up to a whole sector.
+
+    payload: its ranges, uint64, shape (n, 2). For one thread at a time, and for reading or writing alone.
+    """
+
+    def __init__(self, payload: Iovecs) -> None:
+        self.payload, self.nbytes = payload, int(payload[:, 1].sum())
+        self._sectors = aligned(2 * SECTOR)
+        at, pad = address_of(self._sectors), round_up(self.nbytes, SECTOR) - self.nbytes
+        behind = [range_of(at + SECTOR, pad)] if pad else []
+        self._vectors = np.concatenate([range_of(at, SECTOR), payload, *behind])
+        self.file_bytes = SECTOR + self.nbytes + pad
+
+    @property
+    def header(self) -> bytes:
+        """The header's sector."""
+        return self._sectors[:SECTOR].tobytes()
+
+    @header.setter
+    def header(self, said: bytes) -> None:
+        self._sectors[:SECTOR] = 0
+        self._sectors[: len(said)] = np.frombuffer(said, np.uint8)
+
+    def vectors(self) -> Iovecs:
+        """Return all of it in the file's order, for a cursor to change."""
+        return self._vectors.copy()
+
+
 @dataclass(frozen=True)
 class Found:
     """A file that a scan came across: what its header says, and when it was written (ns)."""
@@ -109,23 +137,25 @@ class BlockFolder:
     def __init__(self, root: Path, *, direct: bool, fsync: bool = False) -> None:
         """root: an existing folder, of one tier alone."""
         self.root, self.direct, self._fsync = root, direct, fsync
-        self._numbers, self._spare, self._frames = itertools.count(), dict[int, deque[Path]](), threading.local()
+        self._root = str(root)  # of a path for each block, making Paths would cost more than opening it
+        self._numbers, self._spare = itertools.count(), dict[int, deque[Path]]()
 
     def path(self, group: str, digest: bytes) -> Path:
         """Return where a block is, or would be."""
-        name = digest.hex()
-        return self.root / name[0] / name[1] / f"{name}.{quote(group, safe='')}{SUFFIX}"
+        return Path(self._name(group, digest))
 
-    def write(self, header: Header, ranges: Iovecs, *, direct: bool) -> None:
-        """Make a block's file. direct: the ranges are aligned. Raises OSError or TierError, and leaves nothing then."""
+    def _name(self, group: str, digest: bytes) -> str:
+        name = digest.hex()
+        return f"{self._root}/{name[0]}/{name[1]}/{name}.{quote(group, safe='')}{SUFFIX}"
+
+    def write(self, header: Header, frame: Frame, *, direct: bool) -> None:
+        """Make a block's file. direct: the payload is aligned. Raises OSError or TierError, and leaves nothing then."""
         path = self.path(header.group, header.digest)
-        sectors, vectors = self._framed(ranges)
-        said = np.frombuffer(header.to_bytes(), np.uint8)
-        sectors[: len(said)] = said
+        frame.header = header.to_bytes()
         temporary, fd = self._open_temporary(path, header.nbytes, direct=direct and self.direct)
         try:
             try:
-                write_all(fd, vectors)
+                write_all(fd, frame.vectors(), frame.file_bytes)
                 if self._fsync:
                     os.fsync(fd)
             finally:
@@ -160,34 +190,23 @@ class BlockFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.rename(path)
 
-    def _framed(self, ranges: Iovecs) -> "tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], Iovecs]":
-        """Return two sectors of zeros of this thread's, and ranges with the first before and the second behind them."""
-        if not hasattr(self._frames, "sectors"):
-            self._frames.sectors = aligned(2 * SECTOR)
-        sectors, nbytes = self._frames.sectors, int(ranges[:, 1].sum())
-        sectors[:] = 0
-        at, pad = address_of(sectors), round_up(nbytes, SECTOR) - nbytes
-        behind = [range_of(at + SECTOR, pad)] if pad else []
-        return sectors, np.concatenate([range_of(at, SECTOR), ranges, *behind])
-
-    def read(self, wanted: Header, ranges: Iovecs, *, direct: bool) -> None:
-        """Fill ranges with a block's payload, which is then known to be what was written.
+    def read(self, wanted: Header, frame: Frame, *, direct: bool) -> None:
+        """Fill a frame with a block's payload, which is then known to be what was written.
 
         wanted: what the header must say, but for the checksum. Raises OSError for a file that cannot be read, and
-        TierError for one that is cut, of another block or changed; the ranges may have been written to all the same.
+        TierError for one that is cut, of another block or changed; the frame may have been written to all the same.
         """
-        sectors, vectors = self._framed(ranges)
-        fd = open_to_read(self.path(wanted.group, wanted.digest), direct=direct and self.direct)
+        fd = open_to_read(self._name(wanted.group, wanted.digest), direct=direct and self.direct)
         try:
-            read_all(fd, vectors)
+            read_all(fd, frame.vectors(), frame.file_bytes)
         finally:
             os.close(fd)
-        header = Header.from_bytes(sectors[:SECTOR].tobytes())
+        header = Header.from_bytes(frame.header)
         said = msgspec.structs.replace(header, checksum=wanted.checksum)
         if said != wanted:
             fields = [name for name in Header.__struct_fields__ if getattr(said, name) != getattr(wanted, name)]
             raise TierError(f"the file is of another block: its {', '.join(fields)} differ")
-        if checksum(ranges) != header.checksum:
+        if checksum(frame.payload) != header.checksum:
             raise TierError("the checksum does not match: bytes have changed on disk")
 
     def remove(self, group: str, digest: bytes) -> None:
