@@ -1,7 +1,5 @@
 """One row a request: what was moved, how fast, and how much of it is wrong."""
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdtx.errors import InputError
+from pdtx.results.files import write_whole
 from pdtx.units import format_bytes, format_seconds
 
 _TABLE_WIDTH = 120
@@ -113,15 +112,7 @@ def _via(row: RequestRow) -> str:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a result file whole or not at all. Raises InputError where that is impossible."""
-    text = msgspec.json.format(msgspec.json.encode(document), indent=2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(text + b"\n")
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
 
 class ResultDocument(msgspec.Struct):

@@ -1,0 +1,105 @@
+"""Result files: written whole or not at all, read strictly, old versions too."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdtx.errors import InputError
+from pdtx.results.model import RESULT_FORMAT, RESULT_VERSION, Result
+from pdtx.results.old import from_version_1
+
+MOST_BYTES = 1 << 30
+"""More is no result: it would be a million iterations and more."""
+
+
+class _Head(msgspec.Struct):
+    """What tells a result's version. requests: what version 1 has."""
+
+    version: int
+    format: str | None = None
+    requests: list[Any] | None = None
+
+
+def write_result_file(path: Path, result: Result, *, force: bool = False) -> None:
+    """Write a result. Raises InputError for a path that exists, unless force says so, or cannot be written."""
+    if not force and path.exists():
+        raise InputError(f"{path} exists; give another name, or --force to overwrite it")
+    written = msgspec.structs.replace(result, format=RESULT_FORMAT, version=RESULT_VERSION)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all. Raises InputError where that is impossible."""
+    made = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            made = file.name
+            file.write(content)
+        os.chmod(made, 0o644)
+        os.replace(made, path)
+        made = None
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        if made is not None:
+            Path(made).unlink(missing_ok=True)
+
+
+def read_result_file(path: Path) -> Result:
+    """Read a result of any version known; '-' is standard input.
+
+    Raises InputError for a file that cannot be read, is no result, or was made by a newer pdtx.
+    """
+    return decode_result(_content(path), str(path))
+
+
+def decode_result(content: bytes, name: str) -> Result:
+    """Return the result that content is; name is for messages. Raises InputError if it is none."""
+    try:
+        head = msgspec.json.decode(content, type=_Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{name} is no result of pdtx: {error}") from None
+    if head.format not in (None, RESULT_FORMAT):
+        raise InputError(f"{name} is no result of pdtx bench: its format is {head.format!r}")
+    if head.version > RESULT_VERSION:
+        raise InputError(
+            f"{name} was made by a newer pdtx (version {head.version} of the format; this one reads up to "
+            f"{RESULT_VERSION}); upgrade pdtx"
+        )
+    if head.format is not None and head.version < RESULT_VERSION:
+        raise InputError(f"{name} is damaged, or was changed by hand: its format had no version {head.version}")
+    if head.format is None and (head.version != 1 or head.requests is None):
+        raise InputError(f"{name} is JSON, but no result of pdtx bench, pdtx demo or pdtx-prefill")
+    return _decode(content, name, old=head.format is None)
+
+
+def _decode(content: bytes, name: str, *, old: bool) -> Result:
+    try:
+        if old:
+            return from_version_1(msgspec.json.decode(content, type=dict[str, Any]))
+        result = msgspec.json.decode(content, type=Result)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(f"{name} is damaged, or was changed by hand: {error}") from None
+    for number, case in enumerate(result.cases):
+        if any(not size.isdecimal() for link in case.links for size in link.run_sizes):
+            raise InputError(f"{name} is damaged, or was changed by hand: case {number} has a run_sizes without a size")
+    return result
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if str(path) == "-":
+            content = sys.stdin.buffer.read(MOST_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    if len(content) > MOST_BYTES:
+        raise InputError(f"{path} has more than {MOST_BYTES} bytes; is this a result?")
+    return content

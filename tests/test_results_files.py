@@ -1,0 +1,149 @@
+"""Result files: written whole, read strictly, old versions too."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdtx.errors import InputError
+from pdtx.results import files as files_module
+from pdtx.results import read_result_file, summarize, write_result_file, write_whole
+from pdtx.results.model import Result
+from tests.synthetic_results import result_of, swept
+
+OLD = Path(__file__).parent / "data" / "results"
+
+
+@pytest.fixture
+def result() -> Result:
+    return swept(tokens=(512, 2048), movers=("tcp",), iterations=3)
+
+
+def changed(tmp_path: Path, result: Result, **fields: object) -> Path:
+    """A file of the result with some fields of the document changed."""
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps({**msgspec.to_builtins(result), **fields}))
+    return path
+
+
+class TestWriting:
+    def test_what_is_written_is_read_again(self, tmp_path: Path, result: Result) -> None:
+        path = tmp_path / "new" / "result.json"
+        write_result_file(path, result)
+        assert read_result_file(path) == result
+        assert [one.name for one in path.parent.iterdir()] == ["result.json"]
+
+    def test_a_file_that_is_there_is_not_overwritten_unasked(self, tmp_path: Path, result: Result) -> None:
+        path = tmp_path / "result.json"
+        path.write_text("precious")
+        with pytest.raises(InputError, match="exists; give another name, or --force"):
+            write_result_file(path, result)
+        assert path.read_text() == "precious"
+        write_result_file(path, result, force=True)
+        assert read_result_file(path) == result
+
+    def test_what_cannot_be_put_in_place_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(InputError, match="cannot write"):
+            write_whole(tmp_path / "folder", b"x")
+        assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+class TestReading:
+    def test_a_newer_version_is_told_as_such(self, tmp_path: Path, result: Result) -> None:
+        path = changed(tmp_path, result, version=3, cases="of another kind")
+        with pytest.raises(
+            InputError, match=r"made by a newer pdtx \(version 3 of the format; this one reads up to 2\)"
+        ):
+            read_result_file(path)
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"", "no result of pdtx"),
+            (b"\xff\xfe", "no result of pdtx"),
+            (b"[1, 2]", "no result of pdtx"),
+            (b"[" * 100_000, "no result of pdtx"),
+            (b'{"version": 1, "rates": null}', "JSON, but no result"),
+            (b'{"version": 2, "format": "other"}', "its format is 'other'"),
+            (b'{"version": 1, "format": "pdtx-bench"}', "its format had no version 1"),
+            (b'{"version": 2, "format": "pdtx-bench"}', "damaged, or was changed by hand"),
+            (b'{"version": 1, "requests": [{"prompt_tokens": 3}]}', "damaged, or was changed by hand"),
+        ],
+    )
+    def test_what_is_no_result_is_refused_in_one_line(self, tmp_path: Path, content: bytes, words: str) -> None:
+        path = tmp_path / "file.json"
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=words) as caught:
+            read_result_file(path)
+        assert "\n" not in str(caught.value)
+
+    def test_a_parameter_that_is_not_known_is_refused(self, tmp_path: Path, result: Result) -> None:
+        cases = msgspec.to_builtins(result.cases)
+        cases[0]["case"]["colour"] = "green"
+        with pytest.raises(InputError, match="colour"):
+            read_result_file(changed(tmp_path, result, cases=cases))
+
+    def test_run_sizes_are_sizes(self, tmp_path: Path, result: Result) -> None:
+        cases = msgspec.to_builtins(result.cases)
+        cases[1]["links"][0]["run_sizes"] = {"many": 3}
+        with pytest.raises(InputError, match="case 1 has a run_sizes without a size"):
+            read_result_file(changed(tmp_path, result, cases=cases))
+
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="No such file"):
+            read_result_file(tmp_path / "absent.json")
+
+    def test_too_much_is_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files_module, "MOST_BYTES", 10)
+        (tmp_path / "big.json").write_bytes(b" " * 11)
+        with pytest.raises(InputError, match="is this a result"):
+            read_result_file(tmp_path / "big.json")
+
+
+class TestOldVersions:
+    def test_a_result_of_version_2(self) -> None:
+        """Made when version 2 was new; what is added to the format needs a default."""
+        result = read_result_file(OLD / "version_2.json")
+        summary = summarize(result.cases[0])
+        assert (summary.count, summary.verdict, summary.transport) == (4, "0", "tcp")
+        assert result.nodes[1].role == "decode"
+
+    def test_a_demo_of_version_1(self) -> None:
+        result = read_result_file(OLD / "version_1_demo.json")
+        assert result.version == 1
+        document = json.loads((OLD / "version_1_demo.json").read_text())
+        read = [(case.case.tokens, one.links[0].received_bytes) for case in result.cases for one in case.samples]
+        assert sorted(read) == sorted((row["prompt_tokens"], row["nbytes"]) for row in document["requests"])
+        assert len({tokens for tokens, _ in read}) == len(result.cases)
+        case = result.cases[0]
+        assert case.verified
+        assert case.case.block_size == (16, 32)
+        assert case.case.layout == ("flash_attn_nhd", "flashinfer_hnd")
+        assert [(one.node, one.nbytes) for one in case.registrations] == [(1, 4096)]
+        assert summarize(case).verdict == "0"
+        assert summarize(case).ok
+
+    def test_a_prefill_node_of_version_1(self) -> None:
+        case, refused = read_result_file(OLD / "version_1_prefill.json").cases
+        summary = summarize(case)
+        assert case.case.block_size == (16, 16)
+        assert not case.verified
+        assert summary.verdict == "unverified"
+        assert summary.transport == "tcp over shm"
+        assert (summary.registered_bytes, summary.registration_s) == (1 << 20, 0.002)
+        assert summary.failures == ()
+        assert summarize(refused).failures == ("iteration 0: refused", "0 of 1 iterations were measured")
+
+    def test_version_1_is_written_as_version_2(self, tmp_path: Path) -> None:
+        old = read_result_file(OLD / "version_1_demo.json")
+        write_result_file(tmp_path / "new.json", old)
+        new = read_result_file(tmp_path / "new.json")
+        assert new.version == 2
+        assert new.cases == old.cases
+
+
+def test_a_run_without_cases(tmp_path: Path) -> None:
+    write_result_file(tmp_path / "none.json", result_of())
+    assert read_result_file(tmp_path / "none.json").cases == []
