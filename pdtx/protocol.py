@@ -19,6 +19,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANKS = 1024
 _MAX_ITEMS = 1 << 22
 _MAX_TEXT = 1 << 20
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 4096
 _MAX_ERROR = 300
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096
@@ -322,6 +323,31 @@ class TierDone(_Message, frozen=True, kw_only=True, tag="tier_done"):
     request_id: Id
 
 
+class Call(_Message, frozen=True, kw_only=True, tag="call"):
+    """A driver of measurements to an agent: do this. body: msgpack of what the method takes, see pdtx.bench.calls."""
+
+    call_id: Count
+    method: Id
+    body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] = b""
+
+    def __repr__(self) -> str:
+        """Without the body, which may hold tokens: what is logged can be read by others."""
+        return f"Call(call_id={self.call_id}, method={self.method!r}, {len(self.body)} bytes)"
+
+
+class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
+    """An agent to its driver: what came of a call; body as in Call. kind: the class of the error, if there is one."""
+
+    call_id: Count
+    body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)] = b""
+    error: Text = ""
+    kind: Word = ""
+
+    def __repr__(self) -> str:
+        """Without the body, see Call."""
+        return f"Answer(call_id={self.call_id}, error={self.error!r}, {len(self.body)} bytes)"
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Either way: I am alive."""
 
@@ -335,7 +361,7 @@ class Bye(_Message, frozen=True, kw_only=True, tag="bye"):
 Message = (
     Hello | Welcome | Reject | TransferRequest | Grant | Refuse | LayerDone | Complete | Failure
     | ReadReference | Reference | Release | Finished | TierHello | TierWelcome | TierLookup | TierFound | TierDone
-    | Heartbeat | Bye
+    | Call | Answer | Heartbeat | Bye
 )  # fmt: skip
 
 
@@ -363,33 +389,41 @@ def decode(data: bytes, limit: int = MAX_MESSAGE_BYTES) -> Message:
     """
     if len(data) > limit:
         raise ProtocolError(f"a message of {len(data)} bytes exceeds the limit of {limit}")
+    fields = unpack_fields(data)
+    _check_version(fields)
+    return _convert(fields)
+
+
+def unpack_fields(data: bytes, max_map_len: int = 1024) -> object:
+    """Return what is packed in data, of msgpack's plain types alone; no room is made for more than data can hold.
+
+    max_map_len: entries that a map may have. Raises ProtocolError.
+    """
     try:
-        fields = msgpack.unpackb(
+        return msgpack.unpackb(
             data,
             raw=False,
             strict_map_key=True,
             max_str_len=_MAX_TEXT * 4,
-            max_bin_len=limit,
+            max_bin_len=len(data),
             # The parser makes room for what a list claims before it looks; none has more items than the message bytes.
             max_array_len=min(_MAX_ITEMS, len(data)),
-            max_map_len=1024,
+            max_map_len=max_map_len,
             max_ext_len=0,
         )
     except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not msgpack: {_brief(error) or type(error).__name__}") from None
-    _check_version(fields)
-    return _convert(fields)
+        raise ProtocolError(f"not msgpack: {brief(error) or type(error).__name__}") from None
 
 
 def _convert(fields: object) -> Message:
     try:
         message: Message = msgspec.convert(fields, type=Message, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"malformed message: {_brief(error)}") from None
+        raise ProtocolError(f"malformed message: {brief(error)}") from None
     return message
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """One short line, though the error may quote what a peer has sent."""
     text = " ".join(str(error).split())
     return text if len(text) <= _MAX_ERROR else f"{text[: _MAX_ERROR // 2]} ... {text[-_MAX_ERROR // 2 :]}"

@@ -4,9 +4,10 @@ from typing import Any, Literal
 
 import pytest
 
-from pdtx.cli.movers import mover_flags, open_mover, parse_mode, parse_require, shares_memory, typed_options
+from pdtx.cli.movers import mover_flags, open_mover, parse_mode, parse_require, shares_memory
 from pdtx.errors import InputError
 from pdtx.plan import Mode
+from pdtx.transports.options import typed_options
 from pdtx.transports.tcp import TcpMover
 
 

@@ -14,9 +14,11 @@ from pdtx.errors import IncompatiblePeer, ProtocolError
 from pdtx.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    Answer,
     BufferDescription,
     Bye,
     CacheDescription,
+    Call,
     Complete,
     DataEndpoint,
     Failure,
@@ -137,6 +139,8 @@ MESSAGES: list[Message] = [
     TierLookup(request_id="l", digests=[b"d" * 32, b"e" * 32], proofs=[b"p", b"q"], places=[[0, 1], []]),
     TierFound(request_id="l", places=[[1], []]),
     TierDone(request_id="l"),
+    Call(call_id=1, method="prepare", body=b"\x80"),
+    Answer(call_id=1, body=b"\x80", error="no room", kind="InputError"),
     Heartbeat(),
     Bye(reason="done"),
 ]

@@ -43,6 +43,11 @@ class _Kind:
         return f"{self.kind}{reach}{ratio}"
 
 
+def group_name(spec: KVCacheSpec) -> str:
+    """Return what the group of a layer is called: "full", "window1024"; layers of equal names share block tables."""
+    return _Kind.of(spec).name
+
+
 def token_layers(layers: Layers) -> dict[str, KVCacheSpec]:
     """Return the layers whose blocks count the prompt's tokens: no states, no cross attention."""
     return {
@@ -60,10 +65,13 @@ def block_bytes(layers: Layers, block_tokens: int) -> int:
     return sum(spec.copy_with_new_block_size(block_tokens).unpadded_page_size_bytes for spec in layers.values())
 
 
-def model_caches(layers: Layers, *, layouts: tuple[str, ...], num_blocks: int) -> KVCaches:
+def model_caches(
+    layers: Layers, *, layouts: tuple[str, ...], num_blocks: int, tp_size: int = 1, shared: bool = False
+) -> KVCaches:
     """Allocate caches for layers that count tokens: a group for each behaviour, a buffer for each spec.
 
     layouts: see pdtx.layout.layout_for. num_blocks: of each group, the null block among them. On the CPU.
+    tp_size, shared: see PagedBuffer.
     Raises InputError for layers that no buffer here can keep, and whatever the buffers raise.
     """
     if not layers:
@@ -77,7 +85,7 @@ def model_caches(layers: Layers, *, layouts: tuple[str, ...], num_blocks: int) -
     for number, (spec, layout) in enumerate(_kept(layers, layouts)):
         names = [name for name, other in layers.items() if (other, layout_for(other, name, layouts)) == (spec, layout)]
         at = kinds.index(_Kind.of(spec))
-        buffers.append((at, _buffer(spec, layout, f"{kinds[at].name}.{number}", names, num_blocks)))
+        buffers.append((at, _buffer(spec, layout, f"{kinds[at].name}.{number}", names, num_blocks, tp_size, shared)))
     return KVCaches(groups, buffers)
 
 
@@ -86,7 +94,9 @@ def _kept(layers: Layers, layouts: tuple[str, ...]) -> list[tuple[KVCacheSpec, s
     return list(dict.fromkeys((spec, layout_for(spec, name, layouts)) for name, spec in layers.items()))
 
 
-def _buffer(spec: KVCacheSpec, layout: str, name: str, layer_names: list[str], num_blocks: int) -> PagedBuffer:
+def _buffer(
+    spec: KVCacheSpec, layout: str, name: str, layer_names: list[str], num_blocks: int, tp_size: int, shared: bool
+) -> PagedBuffer:
     cls = PagedLatentCache if isinstance(spec, _VECTORS) else PagedKVCache
     return cls(
         spec,
@@ -95,4 +105,6 @@ def _buffer(spec: KVCacheSpec, layout: str, name: str, layer_names: list[str], n
         num_blocks=num_blocks,
         name=name,
         layer_names=layer_names,
+        tp_size=tp_size,
+        shared=shared,
     )

@@ -34,10 +34,11 @@ def follow_parent() -> None:
 class Node:
     """A node run as a child process: its stdout is read, its stderr goes through prefixed.
 
-    Leaving the context ends it: SIGTERM, and SIGKILL after three seconds.
+    Leaving the context ends it: SIGTERM, and SIGKILL after three seconds. quiet: lines of stderr that begin so are kept
+    back.
     """
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, module: str, arguments: Sequence[str], *, quiet: tuple[str, ...] = ()) -> None:
         self.name = name.strip()
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -46,7 +47,7 @@ class Node:
             text=True,
             env={**os.environ, _PARENT: str(os.getpid())},
         )
-        self._label = name
+        self._label, self._quiet = name, quiet
         self._errors = list[str]()
         self._pump = threading.Thread(target=self._relay, daemon=True)
         self._pump.start()
@@ -54,7 +55,8 @@ class Node:
     def _relay(self) -> None:
         for line in self.process.stderr or ():
             self._errors.append(line.rstrip())
-            sys.stderr.write(f"  {self._label} | {line.rstrip()}\n")
+            if not line.startswith(self._quiet):
+                sys.stderr.write(f"  {self._label} | {line.rstrip()}\n")
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,89 @@
+"""What `pdtx-prefill --bench` and `pdtx-decode --bench` do: serve an agent until they are told to stop."""
+
+import signal
+import threading
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdtx.cli.common import emit, note, open_security
+from pdtx.errors import InputError
+from pdtx.units import parse_bytes
+
+if TYPE_CHECKING:
+    from pdtx.bench.work import Role
+
+_BENCH = "Measurements"
+
+Bench = Annotated[
+    bool,
+    typer.Option("--bench", help="Load no model; be an agent that `pdtx bench` measures with.", rich_help_panel=_BENCH),
+]
+BenchListen = Annotated[
+    str,
+    typer.Option(help="With --bench: HOST:PORT to serve `pdtx bench` at; port 0 takes any.", rich_help_panel=_BENCH),
+]
+BenchAdvertise = Annotated[
+    str | None,
+    typer.Option(
+        help="With --bench: host that others reach this one at, if not the one listened on.",
+        rich_help_panel=_BENCH,
+        show_default=False,
+    ),
+]
+MaxBytes = Annotated[
+    str | None,
+    typer.Option(
+        help="With --bench: most memory for caches, as 8GiB; default: 80 % of what is free.",
+        rich_help_panel=_BENCH,
+        show_default=False,
+    ),
+]
+
+
+def serve_agent(
+    role: "Role",
+    listen: str,
+    *,
+    advertise: str | None,
+    key: Path | None,
+    peer_key: list[Path] | None,
+    insecure: bool,
+    device: str,
+    max_bytes: str | None,
+    json: bool,
+) -> None:
+    """Serve drivers of `pdtx bench` one after another until SIGTERM or SIGINT.
+
+    max_bytes: that the caches of a case may take, as text; None for four fifths of the memory that is free.
+    json: say on stdout where the agent listens. Raises InputError and AddressInUse.
+    """
+    security = open_security(key, peer_key, insecure=insecure)
+    # Set before the slow imports: whoever has started us may end us at any time.
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    from pdtx.bench.agent import Agent, data_host, default_max_bytes
+    from pdtx.bench.station import Station
+
+    data_host(listen, advertise, security)
+    most = parse_bytes(max_bytes) if max_bytes is not None else default_max_bytes()
+    if most < 1:
+        raise InputError(f"--max-bytes {max_bytes} leaves no room for a cache")
+    station = Station(device=device, max_bytes=most)
+    agent = Agent(
+        station,
+        role,
+        listen,
+        security=security,
+        max_bytes=most,
+        advertise=advertise,
+        on_driver=lambda name: note(f"{role} agent: at work for {name}" if name else f"{role} agent: waiting"),
+    )
+    with agent:
+        note(f"{role} agent listening on {agent.address}; Ctrl-C ends it")
+        if json:
+            emit(dumps({"event": "listening", "address": agent.address, "max_bytes": most}))
+        stop.wait()
