@@ -10,23 +10,31 @@ import typer
 
 from pdtx.address import WILDCARDS, parse_address
 from pdtx.cli import options as opt
+from pdtx.cli.agent import Bench, MaxBytes, serve_agent
 from pdtx.cli.common import (
     configure_logging,
     emit,
     load_runner,
+    load_synthetic,
     note,
     open_cache,
     open_security,
     run_app,
     single_command,
 )
+from pdtx.cli.metrics import open_metrics
 from pdtx.cli.movers import open_mover, read_costs, shares_memory
 from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.errors import InputError
 from pdtx.layout import AXIS_NAMES, KVCacheLayout, parse_layouts
 
 if TYPE_CHECKING:
+    from decode_node.loop import DecodeLoop
+    from decode_node.watching import Watch
     from pdtx.cache import KVCaches
+    from pdtx.engine import KVConsumer
+    from pdtx.replay.synthetic import SyntheticModel
+    from pdtx.runner import ModelRunner
 
 
 def decode(
@@ -69,12 +77,42 @@ def decode(
         str | None,
         typer.Option(help="Plan wrongly on purpose: swap two axes, as in 'token,head'.", show_default=False),
     ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            help="Decode for 'pdtx replay': caches of this preset's or config's shapes, and no weights.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: opt.Layers = None,
+    decode_rate: opt.DecodeRate = 0.0,
+    bench: Bench = False,
+    max_bytes: MaxBytes = None,
+    metrics_port: opt.MetricsPort = None,
+    metrics_host: opt.MetricsHost = "127.0.0.1",
+    log_level: opt.LogLevel = None,
+    log_format: opt.LogFormat = "text",
     json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
     """Serve prefill nodes: receive K/V into this node's own layout, verify them if asked to, and generate."""
-    configure_logging(verbose)
+    configure_logging(verbose, log_level, log_format)
+    if bench:
+        serve_agent(
+            "decode",
+            listen,
+            advertise=advertise,
+            key=key,
+            peer_key=peer_key,
+            insecure=insecure,
+            device=device,
+            max_bytes=max_bytes,
+            json=json,
+        )
+        return
     parse_layouts(layout)
+    if synthetic is None and layers is not None:
+        raise InputError("--layers is for --synthetic; a model's weights are run as they are")
     fault = _two_axes(inject_fault) if inject_fault is not None else None
     offloading = TierOptions(
         kv_offloading_size,
@@ -96,14 +134,16 @@ def decode(
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
-    from decode_node.loop import DecodeLoop
+    from decode_node.watching import Watch
     from pdtx.engine import KVConsumer
 
     with ExitStack() as stack:
         # Before the model is loaded: a mover that cannot be had fails at once.
         moving = open_mover(mover, mover_option, advertise=advertise)
         stack.callback(moving.close)
-        runner = load_runner(model, dtype, device, threads)
+        metrics = open_metrics(metrics_port, metrics_host, stack, role="decode", mover=mover)
+        runner: ModelRunner | SyntheticModel
+        runner = load_runner(model, dtype, device, threads) if synthetic is None else load_synthetic(synthetic, layers)
         cache, description = open_cache(
             runner,
             layout=layout,
@@ -140,11 +180,32 @@ def decode(
                 "tier_address": tiers.served_at if tiers is not None else None,
             }
             emit(dumps(event))
-        DecodeLoop(runner, consumer, stop, requests).run()
+        watch = Watch(consumer, tiers, metrics)
+        _loop(runner, consumer, stop, requests, watch, decode_rate).run()
         usages = tiers.report() if tiers is not None else []
         if json and tiers is not None:
             emit(dumps({"event": "tiers", "tiers": usages}))
         note(f"{consumer.engine_id} served {consumer.num_ended} requests, {consumer.num_failed} of them failed")
+
+
+def _loop(
+    runner: "ModelRunner | SyntheticModel",
+    consumer: "KVConsumer",
+    stop: threading.Event,
+    limit: int | None,
+    watch: "Watch",
+    decode_rate: float,
+) -> "DecodeLoop":
+    """Return what decodes: a model, or what stands for one."""
+    from pdtx.runner import ModelRunner
+
+    if isinstance(runner, ModelRunner):
+        from decode_node.loop import ModelLoop
+
+        return ModelLoop(runner, consumer, stop, limit, watch.finished)
+    from decode_node.synthetic import SyntheticLoop
+
+    return SyntheticLoop(consumer, stop, limit, watch.finished, decode_rate)
 
 
 def _wrong_layout(cache: "KVCaches", fault: tuple[str, str]) -> "KVCacheLayout":

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,19 +21,34 @@ _KEEP_S = 10.0
 
 
 @dataclass
-class _Active:
+class Active:
+    """A request that is being served. times: seconds, for its producer. due: before which it does not end."""
+
     request: InboundRequest
     sequence: PagedSequence
     token_ids: list[int]
     times: dict[str, float] = field(default_factory=dict)
+    due: float = 0.0
 
 
-class DecodeLoop:
-    """Generates greedily from the consumer's cache until stop is set, or until limit requests have ended."""
+def _nobody(_: InboundRequest) -> None:
+    """Take note of nothing."""
 
-    def __init__(self, runner: ModelRunner, consumer: KVConsumer, stop: threading.Event, limit: int | None) -> None:
-        self.runner, self.consumer, self.stop, self.limit = runner, consumer, stop, limit
-        self._active = deque[_Active]()
+
+class DecodeLoop(ABC):
+    """Serves what has arrived in the consumer's cache until stop is set, or until limit requests have ended."""
+
+    def __init__(
+        self,
+        consumer: KVConsumer,
+        stop: threading.Event,
+        limit: int | None,
+        on_finish: Callable[[InboundRequest], None] = _nobody,
+    ) -> None:
+        """on_finish: told of each request that ends well, on the thread of run()."""
+        self.consumer, self.stop, self.limit = consumer, stop, limit
+        self._on_finish = on_finish
+        self._active = deque[Active]()
 
     def run(self) -> None:
         """Serve. Failures of single requests are told to their producers, and the loop goes on."""
@@ -67,46 +83,89 @@ class DecodeLoop:
         times = {"received": time.monotonic() - request.begun}
         if self.consumer.verifies:
             began = time.monotonic()
-            self.consumer.verify(request)
+            self._verify(request)
             times["verify"] = time.monotonic() - began
         self.consumer.release(request)
         if request.blocks is None or request.complete is None:
             raise TransferError(f"request {request.request_id} has no blocks")
         sequence = PagedSequence(self.consumer.cache, request.tables, num_tokens=request.num_tokens)
-        active = _Active(request, sequence, [request.complete.first_token], times)
+        active = Active(request, sequence, [request.complete.first_token], times)
         return self._goes_on(active)
 
-    def _step(self, active: _Active) -> bool:
-        began = time.monotonic()
-        active.token_ids.append(greedy(self.runner.forward(active.sequence, active.token_ids[-1:])))
-        active.times["decode"] = active.times.get("decode", 0.0) + time.monotonic() - began
-        return self._goes_on(active)
+    def _verify(self, request: InboundRequest) -> None:
+        self.consumer.verify(request)
 
-    def _goes_on(self, active: _Active) -> bool:
-        """Queue a request for its next token, or finish it; whether it goes on."""
-        ask, tokens = active.request.ask, active.token_ids
-        ended = tokens[-1] in self.runner.eos_token_ids and not ask.ignore_eos
-        if not ended and len(tokens) < ask.max_tokens:
-            self._active.append(active)
-            return True
+    @abstractmethod
+    def _step(self, active: Active) -> bool:
+        """Generate a request's next token, or finish it; whether it goes on."""
+
+    @abstractmethod
+    def _goes_on(self, active: Active) -> bool:
+        """Queue a request that has a token more, or finish it; whether it goes on."""
+
+    def _finish(self, active: Active, text: str) -> None:
+        """End a request well. text: of its answer."""
+        request = active.request
         self._keep(active)
         finished = Finished(
-            request_id=ask.request_id,
-            token_ids=tokens,
-            text=self.runner.decode(tokens),
+            request_id=request.request_id,
+            token_ids=active.token_ids,
+            text=text,
             verified=self.consumer.verifies,
             wrong=0,
-            received_bytes=active.request.received_bytes,
-            received_runs=active.request.received_runs,
+            received_bytes=request.received_bytes,
+            received_runs=request.received_runs,
             times=active.times,
         )
-        self.consumer.finish(active.request, finished)
-        return False
+        self.consumer.finish(request, finished)
+        if request.error is not None:  # it was too late
+            return
+        self._on_finish(request)
+        outcome = "verified" if self.consumer.verifies else "finished"
+        logger.info(
+            "request %s %s: %d tokens, %d bytes received",
+            request.request_id,
+            outcome,
+            request.num_tokens,
+            request.received_bytes,
+            extra={"request_id": request.request_id},
+        )
 
-    def _keep(self, active: _Active) -> None:
+    def _keep(self, active: Active) -> None:
         """Put what is in the cache of a request into the tiers; it ends well whatever comes of that."""
         tokens = [*active.request.ask.token_ids, *active.token_ids][: active.sequence.num_tokens]
         try:
             self.consumer.keep(active.request, tokens)
         except PdtxError as error:
             logger.warning("request %s is not kept: %s", active.request.request_id, error)
+
+
+class ModelLoop(DecodeLoop):
+    """Generates greedily with a model, one token of each request in turn."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        consumer: KVConsumer,
+        stop: threading.Event,
+        limit: int | None,
+        on_finish: Callable[[InboundRequest], None] = _nobody,
+    ) -> None:
+        super().__init__(consumer, stop, limit, on_finish)
+        self.runner = runner
+
+    def _step(self, active: Active) -> bool:
+        began = time.monotonic()
+        active.token_ids.append(greedy(self.runner.forward(active.sequence, active.token_ids[-1:])))
+        active.times["decode"] = active.times.get("decode", 0.0) + time.monotonic() - began
+        return self._goes_on(active)
+
+    def _goes_on(self, active: Active) -> bool:
+        """Queue a request for its next token, or finish it; whether it goes on."""
+        ask, tokens = active.request.ask, active.token_ids
+        ended = tokens[-1] in self.runner.eos_token_ids and not ask.ignore_eos
+        if not ended and len(tokens) < ask.max_tokens:
+            self._active.append(active)
+            return True
+        self._finish(active, self.runner.decode(tokens))
+        return False

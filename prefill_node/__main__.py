@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pdtx.cli import options as opt
+from pdtx.cli.agent import Bench, BenchAdvertise, BenchListen, MaxBytes, serve_agent
 from pdtx.cli.common import (
     configure_logging,
     emit,
@@ -18,14 +19,16 @@ from pdtx.cli.common import (
     run_app,
     single_command,
 )
+from pdtx.cli.metrics import open_metrics
 from pdtx.cli.movers import open_mover, parse_mode, parse_require, read_costs, shares_memory
 from pdtx.cli.prompts import read_prompts
 from pdtx.cli.tiers import TierOptions, open_tiers
+from pdtx.errors import InputError
 from pdtx.layout import parse_layouts
 
 
 def prefill(
-    connect: Annotated[str, typer.Option(help="HOST:PORT of the decode node.")],
+    connect: Annotated[str | None, typer.Option(help="HOST:PORT of the decode node.", show_default=False)] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
     prompts: Annotated[
         Path | None,
@@ -64,11 +67,36 @@ def prefill(
     peer_key: opt.PeerKey = None,
     insecure: opt.Insecure = False,
     output: Annotated[Path | None, typer.Option(help="Also write the result to this file.", show_default=False)] = None,
+    bench: Bench = False,
+    listen: BenchListen = "127.0.0.1:5601",
+    advertise: BenchAdvertise = None,
+    max_bytes: MaxBytes = None,
+    capture: opt.Capture = None,
+    capture_tokens: opt.CaptureTokens = False,
+    metrics_port: opt.MetricsPort = None,
+    metrics_host: opt.MetricsHost = "127.0.0.1",
+    log_level: opt.LogLevel = None,
+    log_format: opt.LogFormat = "text",
     json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
     """Compute prompts, ship their K/V to a decode node as layers finish, and print what it generates."""
-    configure_logging(verbose)
+    configure_logging(verbose, log_level, log_format)
+    if bench:
+        serve_agent(
+            "prefill",
+            listen,
+            advertise=advertise,
+            key=key,
+            peer_key=peer_key,
+            insecure=insecure,
+            device=device,
+            max_bytes=max_bytes,
+            json=json,
+        )
+        return
+    if connect is None:
+        raise InputError("no decode node to send to; give --connect HOST:PORT, or --bench to be measured with")
     parse_layouts(layout)
     offloading = TierOptions(
         kv_offloading_size,
@@ -87,10 +115,12 @@ def prefill(
         # Before the model is loaded: a mover that cannot be had fails at once.
         moving = open_mover(mover, mover_option)
         stack.callback(moving.close)
+        metrics = open_metrics(metrics_port, metrics_host, stack, role="prefill", mover=mover)
         runner = load_runner(model, dtype, device, threads)
 
         from pdtx.engine import KVProducer
-        from prefill_node.scheduler import Job, PrefillScheduler
+        from pdtx.serving import Job, ModelComputer, PrefillScheduler
+        from prefill_node.watching import Watch, open_recorder
 
         cache, description = open_cache(
             runner,
@@ -116,11 +146,21 @@ def prefill(
         ]
         producer = KVProducer(cache, description, moving, mode=picked, costs=costs)
         stack.callback(producer.close)
+        recorder = open_recorder(
+            capture,
+            producer,
+            stack,
+            block_size=block_size,
+            chunk_size=chunk_size,
+            max_num_seqs=max_num_seqs,
+            with_tokens=capture_tokens,
+        )
+        watch = Watch(producer, tiers, metrics, recorder)
         producer.connect(connect, security=security, timeout_s=connect_timeout, require=required)
         path, registration = producer.path, producer.registration
         note(f"connected to {producer.peer} at {connect}; the payload goes over {path}")
         scheduler = PrefillScheduler(
-            runner,
+            ModelComputer(runner),
             producer,
             max_tokens=max_tokens,
             chunk_size=chunk_size,
@@ -128,7 +168,9 @@ def prefill(
             timeout_s=deadline,
             ignore_eos=ignore_eos,
             prefix=tiers.prefix if tiers is not None else None,
+            on_end=watch.ended,
         )
+        watch.begin()
         rows = scheduler.run(jobs)
         usages = tiers.report() if tiers is not None else []
 

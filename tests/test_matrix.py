@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from decode_node.loop import DecodeLoop
+from decode_node.loop import ModelLoop
 from pdtx.cli.common import open_cache
 from pdtx.cli.generate import generate_locally
 from pdtx.engine import KVConsumer, KVProducer
 from pdtx.layout import LAYOUT_ORDERS
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, resolve_model
+from pdtx.serving import Job, ModelComputer, PrefillScheduler
 from pdtx.sidechannel import Security
 from pdtx.transports import make_mover
-from prefill_node.scheduler import Job, PrefillScheduler
 
 BLOCK_SIZES = (16, 32)
 LENGTHS = sorted({n for size in BLOCK_SIZES for n in (1, size - 1, size, size + 1, 2 * size - 1)})
@@ -70,13 +70,19 @@ def disaggregate(truth: Truth, prefill: tuple[str, int], decode: tuple[str, int]
     consumer = KVConsumer(theirs, their_description, make_mover("tcp"), verify=True)
     mover = make_mover("tcp")
     producer = KVProducer(ours, description, mover)
-    loop = threading.Thread(target=DecodeLoop(runner, consumer, stop, None).run)
+    loop = threading.Thread(target=ModelLoop(runner, consumer, stop, None).run)
     try:
         address = consumer.listen("127.0.0.1:0", security=Security())
         loop.start()
         producer.connect(address, security=Security())
         scheduler = PrefillScheduler(
-            runner, producer, max_tokens=NEW_TOKENS, chunk_size=CHUNK, max_num_seqs=4, timeout_s=120, ignore_eos=True
+            ModelComputer(runner),
+            producer,
+            max_tokens=NEW_TOKENS,
+            chunk_size=CHUNK,
+            max_num_seqs=4,
+            timeout_s=120,
+            ignore_eos=True,
         )
         rows = scheduler.run(truth.jobs)
         assert producer.allocator.num_free == tuple(group.num_blocks - 1 for group in ours.groups)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.loop import DecodeLoop
+from decode_node.loop import ModelLoop
 from pdtx.cache import KVCaches
 from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.engine import KVConsumer, KVProducer, PeerTier, TierServer, describe_cache
@@ -21,6 +21,7 @@ from pdtx.errors import InputError
 from pdtx.plan import CostTable
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, PagedSequence
+from pdtx.serving import Job, ModelComputer, PrefillScheduler
 from pdtx.tiers.base import Tier
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.cpu import CopierFactory, CpuTier
@@ -28,7 +29,6 @@ from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.keys import fingerprint_of
 from pdtx.tiers.prefix import PrefixCache, Request
 from pdtx.transports import make_mover
-from prefill_node.scheduler import Job, PrefillScheduler
 from tests.engine_pair import OPEN, all_free, wait_until
 from tests.test_nodes import NODE, Decode, run
 from tests.tiny_models import ARCHITECTURES, tiny_checkpoint
@@ -83,7 +83,7 @@ class Nodes:
 
     def ask(self, *prompts: Sequence[int]) -> list[RequestRow]:
         scheduler = PrefillScheduler(
-            self.runner,
+            ModelComputer(self.runner),
             self.producer,
             max_tokens=TOKENS,
             chunk_size=self.chunk_size,
@@ -140,7 +140,7 @@ def nodes(
         stack.callback(producer.close)
         producer.connect(address, security=OPEN)
         stop = threading.Event()
-        loop = threading.Thread(target=DecodeLoop(runner, consumer, stop, None).run)
+        loop = threading.Thread(target=ModelLoop(runner, consumer, stop, None).run)
         loop.start()
         stack.callback(loop.join)
         stack.callback(stop.set)

@@ -5,24 +5,37 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
+from pdtx.cli.logs import configure_logging, say
 from pdtx.cli.processes import follow_parent
 from pdtx.errors import InputError, PdtxError
+
+__all__ = [
+    "configure_logging",
+    "emit",
+    "load_runner",
+    "load_synthetic",
+    "note",
+    "open_cache",
+    "open_security",
+    "run_app",
+    "single_command",
+]
 
 if TYPE_CHECKING:
     from pdtx.cache import KVCaches
     from pdtx.protocol import CacheDescription
+    from pdtx.replay.synthetic import SyntheticModel
     from pdtx.runner import ModelRunner
     from pdtx.sidechannel import Security
 
 
 def note(text: str) -> None:
     """Say something about progress, on stderr."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    say(text)
 
 
 def emit(text: str) -> None:
@@ -39,7 +52,7 @@ def run_app(app: typer.Typer, name: str) -> None:
     try:
         app(prog_name=name)
     except PdtxError as error:
-        note(f"{name}: error: {error}")
+        say(f"{name}: error: {error}", logging.ERROR)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         note(f"{name}: interrupted")
@@ -56,12 +69,6 @@ def single_command(function: Callable[..., Any], env_prefix: str) -> typer.Typer
     return app
 
 
-def configure_logging(verbose: bool) -> None:
-    """Send pdtx's logs to stderr."""
-    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("pdtx").setLevel(logging.DEBUG if verbose else logging.WARNING)
-
-
 def load_runner(model: str | None, dtype: str, device: str, threads: int | None) -> "ModelRunner":
     """Find and load a model, saying so on stderr. Raises ModelError or InputError."""
     from pdtx.cache import open_device
@@ -73,8 +80,30 @@ def load_runner(model: str | None, dtype: str, device: str, threads: int | None)
     return ModelRunner.load(path, dtype, device, threads)
 
 
+def load_synthetic(source: str, layers: int | None) -> "SyntheticModel":
+    """Find the shapes of a model that has no weights here, saying so on stderr. Raises ModelError or InputError."""
+    from pdtx.replay.synthetic import SyntheticModel
+
+    model = SyntheticModel(source, layers=layers)
+    if model.left_out:
+        note(f"left out, for they do not count tokens: {', '.join(model.left_out)}")
+    return model
+
+
+class CacheMaker(Protocol):
+    """A model, or what stands for one, as far as its caches are concerned; see ModelRunner."""
+
+    name: str
+    fingerprint: str
+
+    def make_cache(
+        self, *, layout: str, block_size: int, num_blocks: int, tp_size: int = 1, shared: bool = False
+    ) -> "KVCaches":
+        """Allocate the model's caches."""
+
+
 def open_cache(
-    runner: "ModelRunner", *, layout: str, block_size: int, num_blocks: int, tp_size: int = 1, shared: bool = False
+    runner: CacheMaker, *, layout: str, block_size: int, num_blocks: int, tp_size: int = 1, shared: bool = False
 ) -> tuple["KVCaches", "CacheDescription"]:
     """Make the paged caches of a model and the description that a peer gets of them.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 _CACHE, _MODEL, _TRANSFER, _SECURITY, _TIERS = "KV cache", "Model", "Transfer", "Security", "Tiers"
+_WATCH = "Logs and metrics"
 
 Model = Annotated[
     str | None,
@@ -172,4 +173,50 @@ Insecure = Annotated[
     bool, typer.Option("--insecure", help="Talk in the clear off loopback, with a warning.", rich_help_panel=_SECURITY)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more on stderr.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log all on stderr: --log-level debug.", rich_help_panel=_WATCH)
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        help="What to log on stderr: debug, info, warning or error; default: warning.",
+        rich_help_panel=_WATCH,
+        show_default=False,
+    ),
+]
+LogFormat = Annotated[str, typer.Option(help="text, or json: an object a line on stderr.", rich_help_panel=_WATCH)]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        help="Serve Prometheus metrics at http://HOST:PORT/metrics; 0 takes any port.",
+        min=0,
+        max=65535,
+        rich_help_panel=_WATCH,
+        show_default=False,
+    ),
+]
+MetricsHost = Annotated[
+    str, typer.Option(help="Address that metrics are served at; they are not encrypted.", rich_help_panel=_WATCH)
+]
+Capture = Annotated[
+    Path | None,
+    typer.Option(
+        help="Record arrivals, lengths, shared prefixes, block tables and layer times into this new file.",
+        rich_help_panel=_WATCH,
+        show_default=False,
+    ),
+]
+CaptureTokens = Annotated[
+    bool,
+    typer.Option("--capture-tokens", help="Record token ids as well, which are the prompts.", rich_help_panel=_WATCH),
+]
+DecodeRate = Annotated[
+    float,
+    typer.Option(
+        help="Tokens a second that a request is made to take once its cache is there; 0: it ends at once.", min=0.0
+    ),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(help="Only so many of the model's layers.", min=1, rich_help_panel=_MODEL, show_default=False),
+]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdtx.address import parse_address
 from pdtx.cli.common import note
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pdtx.engine import PeerTier
     from pdtx.plan import CostTable
     from pdtx.protocol import CacheDescription
-    from pdtx.runner import ModelRunner
     from pdtx.sidechannel import Security
     from pdtx.tiers import Tier, TierUsage
     from pdtx.tiers.cpu import CpuTier
@@ -24,6 +23,13 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _WRITES = ("through", "back")
+
+
+class Named(Protocol):
+    """A model as tiers know it. fingerprint: of all that its keys and values depend on."""
+
+    name: str
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class NodeTiers:
 def open_tiers(
     options: TierOptions,
     cache: "KVCaches",
-    runner: "ModelRunner",
+    runner: Named,
     stack: ExitStack,
     *,
     block_size: int,
@@ -161,7 +167,7 @@ def _own_tier(
 def _serve(
     address: str,
     tier: "CpuTier",
-    runner: "ModelRunner",
+    runner: Named,
     stack: ExitStack,
     security: "Security",
     mover: str,
@@ -183,7 +189,7 @@ def _serve(
 def _peer_tier(
     address: str,
     cache: "KVCaches",
-    runner: "ModelRunner",
+    runner: Named,
     block_tokens: int,
     security: "Security",
     mover: str,
@@ -204,7 +210,7 @@ def _peer_tier(
     )
 
 
-def _describe(cache: "KVCaches", runner: "ModelRunner") -> "CacheDescription":
+def _describe(cache: "KVCaches", runner: Named) -> "CacheDescription":
     from pdtx.engine import describe_cache
 
     return describe_cache(cache, model=runner.name, fingerprint=runner.fingerprint)

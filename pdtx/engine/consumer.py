@@ -97,6 +97,7 @@ class KVConsumer:
         self.registration = CacheRegistration()
         self.num_ended = 0
         self.num_failed = 0  # of those
+        self.num_expired = 0  # of those, by their deadline
         self.duplicate_notices = 0  # deliveries that were told more than once
         self.unknown_notices = 0  # deliveries that were told, of which nothing is here
         self._listener: Listener | None = None
@@ -187,7 +188,10 @@ class KVConsumer:
         """End a request as failed; the producer is told unless it said so itself."""
         phase = request.state.value
         if self._end(request, error):
-            logger.warning("request %s from %s failed: %s", request.request_id, request.session.engine_id, error)
+            extra = {"request_id": request.request_id}
+            logger.warning(
+                "request %s from %s failed: %s", request.request_id, request.session.engine_id, error, extra=extra
+            )
             if tell:
                 wrong = None
                 if isinstance(error, VerificationError):
@@ -204,6 +208,7 @@ class KVConsumer:
             request.state, request.error = InboundState.ENDED, error
             self.num_ended += 1
             self.num_failed += error is not None
+            self.num_expired += isinstance(error, DeadlineExceeded)
             self._requests.pop((request.session.peer, request.request_id), None)
             self._queue.remove(request)
             blocks = request.blocks

@@ -3,10 +3,9 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from pdtx.cache import record_fence
 from pdtx.engine import KVProducer, OutboundRequest
 from pdtx.errors import DeadlineExceeded, ModelError, OutOfBlocks, PdtxError, VerificationError
 from pdtx.report import RequestRow
-from pdtx.runner import ModelRunner, PagedSequence, greedy
+from pdtx.runner import PagedSequence, greedy
+from pdtx.serving.computer import Computer
+from pdtx.serving.jobs import Arrivals, Chunk, Ended, Job
 from pdtx.tiers import Moved
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.units import gb_per_s
@@ -26,17 +27,9 @@ _LOADERS = 2
 """Requests that are loaded from tiers at once."""
 
 _LOOK_S = 0.05
+_PAUSE_S = 0.005
 _KEEP_S = 10.0
 """How long the end of a run waits for tiers to take what they were given."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A prompt to run: its tokens, and the features of a model with an encoder (mel, frames)."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    features: torch.Tensor | None = None
 
 
 @dataclass
@@ -48,9 +41,11 @@ class _Active:
     is computed, or loaded, and not stored yet.
     """
 
+    job: Job
+    arrived: float
     request: OutboundRequest
     sequence: PagedSequence
-    features: torch.Tensor | None
+    chunks: list[Chunk] = field(default_factory=list)
     prompt: Request | None = None
     loading: Future[Fetched] | None = None
     storing: Future[Moved] | None = None
@@ -63,17 +58,22 @@ class _Active:
         return found if found is not None and not found.done() else None
 
 
+def _nobody(_: Ended) -> None:
+    """Take note of nothing."""
+
+
 class PrefillScheduler:
-    """Runs jobs through one model and one producer.
+    """Runs jobs through one computer and one producer.
 
     chunk_size: most tokens computed at a time; requests take turns after each chunk.
     max_num_seqs: most requests whose prefill is under way at once.
     prefix: this node's tiers, from which prompts' beginnings are loaded instead of computed.
+    on_end: told of each job at its end, on the thread that runs them.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        computer: Computer,
         producer: KVProducer,
         *,
         max_tokens: int,
@@ -82,16 +82,22 @@ class PrefillScheduler:
         timeout_s: float,
         ignore_eos: bool,
         prefix: PrefixCache | None = None,
+        on_end: Callable[[Ended], None] = _nobody,
     ) -> None:
-        self.runner, self.producer = runner, producer
+        self.computer, self.producer = computer, producer
         self.max_tokens, self.chunk_size, self.max_num_seqs = max_tokens, chunk_size, max_num_seqs
-        self.timeout_s, self.ignore_eos = timeout_s, ignore_eos
+        self.timeout_s, self.ignore_eos, self._on_end = timeout_s, ignore_eos, on_end
         self._prefix = prefix
         self._loaders: ThreadPoolExecutor | None = None
         self._fetched = dict[str, Fetched]()
+        self._until = float("inf")
 
-    def run(self, jobs: Sequence[Job]) -> list[RequestRow]:
-        """Run all jobs; return one row each, in their order. A job that fails has its error in its row."""
+    def run(self, jobs: Iterable[Job], *, until: float = float("inf")) -> list[RequestRow]:
+        """Run jobs as they arrive; return one row each, in their order. A job that fails has its error in its row.
+
+        until: time.monotonic() at which those that have begun fail, and no more are begun: those have no rows.
+        """
+        self._until = until
         if self._prefix is None:
             return self._run(jobs)
         with ThreadPoolExecutor(_LOADERS, "pdtx-loader") as self._loaders:
@@ -99,51 +105,87 @@ class PrefillScheduler:
         self._prefix.settle(_KEEP_S)
         return rows
 
-    def _run(self, jobs: Sequence[Job]) -> list[RequestRow]:
-        rows = {job.request_id: RequestRow(request_id=job.request_id, prompt_tokens=len(job.token_ids)) for job in jobs}
-        waiting, active, shipped = deque(jobs), deque[_Active](), list[OutboundRequest]()
-        while waiting or active:
-            while waiting and len(active) < self.max_num_seqs:
-                try:
-                    begun = self._begin(waiting[0], patient=not active)
-                except PdtxError as error:
-                    rows[waiting[0].request_id].error = str(error)
-                    waiting.popleft()
-                    continue
-                if begun is None:
-                    break
-                waiting.popleft()
-                active.append(begun)
+    def _run(self, jobs: Iterable[Job]) -> list[RequestRow]:
+        arrivals = Arrivals(jobs, time.monotonic())
+        rows, active, shipped = dict[str, RequestRow](), deque[_Active](), deque[_Active]()
+        while (arrivals.next is not None or active) and time.monotonic() < self._until:
+            self._admit(arrivals, active, rows)
             if active:
                 self._step(active, shipped)
-        for request in shipped:
-            self._collect(request, rows[request.request_id])
-        return [rows[job.request_id] for job in jobs]
+            elif arrivals.next is not None:
+                time.sleep(max(0.0, min(arrivals.due - time.monotonic(), self._until - time.monotonic(), _LOOK_S)))
+            self._collect_ended(shipped, rows)
+        shipped += active
+        while shipped:
+            self._collect_ended(shipped, rows)
+            time.sleep(_PAUSE_S if shipped else 0.0)
+        return list(rows.values())
 
-    def _begin(self, job: Job, *, patient: bool) -> _Active | None:
-        """Start a job; None if it must wait for blocks. Raises what makes it impossible."""
-        longest = len(job.token_ids) + self.max_tokens
-        if longest > self.runner.max_model_len:
-            raise ModelError(
-                f"{len(job.token_ids)} prompt tokens and {self.max_tokens} new ones exceed the model's "
-                f"{self.runner.max_model_len}"
+    def _admit(self, arrivals: Arrivals, active: deque[_Active], rows: dict[str, RequestRow]) -> None:
+        """Begin jobs that have arrived, as long as there is room for them."""
+        while (job := arrivals.next) is not None and arrivals.due <= time.monotonic():
+            if len(active) >= self.max_num_seqs:
+                return
+            row = rows.setdefault(
+                job.request_id, RequestRow(request_id=job.request_id, prompt_tokens=len(job.token_ids))
             )
+            arrived = arrivals.due
+            try:
+                begun = self._begin(job, arrived, patient=not active)
+            except PdtxError as error:
+                row.error = str(error)
+                self._end(Ended(job, row, arrived))
+            else:
+                if begun is None:
+                    return
+                active.append(begun)
+            arrivals.advance()
+
+    def _collect_ended(self, shipped: deque[_Active], rows: dict[str, RequestRow]) -> None:
+        """Make the rows of those that need no more waiting, so that what is told of them comes while others run."""
+        now = time.monotonic()
+        for _ in range(len(shipped)):
+            job = shipped.popleft()
+            request = job.request
+            if request.finished is not None or request.error is not None or request.deadline < now:
+                self._collect(job, rows)
+            else:
+                shipped.append(job)
+
+    def _end(self, ended: Ended) -> None:
+        row = ended.row
+        extra = {"request_id": row.request_id}
+        if row.error is None:
+            logger.info("request %s ended well: %d bytes", row.request_id, row.nbytes, extra=extra)
+        else:
+            logger.info("request %s failed: %s", row.request_id, row.error, extra=extra)
+        self._on_end(ended)
+
+    def _begin(self, job: Job, arrived: float, *, patient: bool) -> _Active | None:
+        """Start a job; None if it must wait for blocks. Raises what makes it impossible."""
+        max_tokens = job.max_tokens or self.max_tokens
+        if len(job.token_ids) + max_tokens > self.computer.max_model_len:
+            raise ModelError(
+                f"{len(job.token_ids)} prompt tokens and {max_tokens} new ones exceed the model's "
+                f"{self.computer.max_model_len}"
+            )
+        timeout_s = max(0.0, min(self.timeout_s, self._until - time.monotonic()))
         needed = self.producer.blocks_needed(len(job.token_ids))
         self.producer.allocator.check_possible(needed)
         if not self.producer.allocator.fits(needed) and not (
-            patient and self.producer.wait_for_blocks(needed, self.timeout_s)
+            patient and self.producer.wait_for_blocks(needed, timeout_s)
         ):
             if patient:
-                raise OutOfBlocks(f"{sum(needed)} blocks did not become free within {self.timeout_s:g} s")
+                raise OutOfBlocks(f"{sum(needed)} blocks did not become free within {timeout_s:g} s")
             return None
         request = self.producer.begin(
             job.request_id,
             job.token_ids,
-            max_tokens=self.max_tokens,
-            timeout_s=self.timeout_s,
+            max_tokens=max_tokens,
+            timeout_s=timeout_s,
             ignore_eos=self.ignore_eos,
         )
-        active = _Active(request, PagedSequence(self.producer.cache, request.tables), job.features)
+        active = _Active(job, arrived, request, PagedSequence(self.producer.cache, request.tables))
         self._look_up(active)
         return active
 
@@ -159,7 +201,7 @@ class PrefillScheduler:
             return
         active.first = [0] * len(request.sources)
         active.prompt = Request(keys, request.sources, request.blocks, self.producer)
-        if not self.runner.resumes:
+        if not self.computer.resumes:
             return  # a model that must compute a prompt in one piece has no use for a part of it; peers may have
         active.loading = self._loaders.submit(
             prefix.fetch, active.prompt, request.num_tokens, request.deadline, resume=True
@@ -195,8 +237,8 @@ class PrefillScheduler:
 
     def _size(self, start: int, num_tokens: int) -> int:
         """Return how many tokens to compute next, so that states are seen at the ends of the tiers' blocks."""
-        size = self.runner.chunk(num_tokens - start, self.chunk_size)
-        if self._prefix is not None and self._prefix.has_states and self.runner.resumes:
+        size = self.computer.chunk(num_tokens - start, self.chunk_size)
+        if self._prefix is not None and self._prefix.has_states and self.computer.resumes:
             block = self._prefix.block_tokens
             end = min(start + size, num_tokens - 1) // block * block
             size = end - start if end > start else size
@@ -223,18 +265,19 @@ class PrefillScheduler:
         if self._prefix is not None:
             self._take_loaded(job, self._prefix)
         start = sequence.num_tokens
-        chunk = request.token_ids[start : start + self._size(start, len(request.token_ids))]
-        logits = self.runner.forward(
-            sequence,
-            chunk,
-            on_layer=partial(self.producer.layer_ready, request),
-            features=None if start else job.features,
-        )
+        chunk = Chunk(start, start + self._size(start, request.num_tokens), time.monotonic())
+        job.chunks.append(chunk)
+
+        def ready(buffer: int, layer: int, first: int, last: int) -> None:
+            chunk.ready.append((buffer, layer, time.monotonic() - chunk.begun))
+            self.producer.layer_ready(request, buffer, layer, first, last)
+
+        logits = self.computer.compute(job.job, sequence, chunk.stop, ready)
         if self._prefix is not None:
             self._keep(job, self._prefix)
         return logits
 
-    def _step(self, active: deque[_Active], shipped: list[OutboundRequest]) -> None:
+    def _step(self, active: deque[_Active], shipped: deque[_Active]) -> None:
         """Compute one chunk of the request whose turn it is."""
         job = active.popleft()
         request, sequence = job.request, job.sequence
@@ -247,14 +290,16 @@ class PrefillScheduler:
         except PdtxError as error:
             self.producer.fail(request, error)
         if request.error is not None:
-            shipped.append(request)
+            shipped.append(job)
         elif sequence.num_tokens < len(request.token_ids):
             active.append(job)
         else:
             self.producer.computed(request, greedy(logits))
-            shipped.append(request)
+            shipped.append(job)
 
-    def _collect(self, request: OutboundRequest, row: RequestRow) -> None:
+    def _collect(self, job: _Active, rows: dict[str, RequestRow]) -> None:
+        """Wait for the end of a request, and make its row."""
+        request, row = job.request, rows[job.request.request_id]
         try:
             finished = self.producer.wait(request)
         except PdtxError as error:
@@ -274,3 +319,4 @@ class PrefillScheduler:
         row.peer_cached_tokens = request.grant.cached_tokens if request.grant is not None else 0
         row.gb_per_s = gb_per_s(row.nbytes, times.move)
         row.prepare_s, row.post_s, row.move_s, row.hidden = times.prepare, times.post, times.move, times.hidden
+        self._end(Ended(job.job, row, job.arrived, request, job.chunks))

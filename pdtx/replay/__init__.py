@@ -1,0 +1,1 @@
+"""Traces and captures, run through the same machinery as real prompts, with prefill that only takes as long."""

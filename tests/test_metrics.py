@@ -1,0 +1,190 @@
+"""Metrics: what a scrape says is what has happened."""
+
+import builtins
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdtx.errors import AddressInUse, InputError
+from pdtx.metrics import NodeCounts, NodeMetrics, TierBytes
+from pdtx.results.capture import read_capture
+from tests.test_nodes import NODE, run
+from tests.tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(180)
+pytest.importorskip("prometheus_client")
+
+SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$")
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Return the samples by name; of several with one name (a histogram's buckets) the last one."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = (SAMPLE.match(line) for line in text.splitlines())
+    return {match[1]: float(match[3]) for match in found if match}
+
+
+def test_a_scrape_tells_counts_as_they_are_then_and_transfers_by_their_sizes() -> None:
+    counts = NodeCounts()
+    metrics = NodeMetrics("prefill", "tcp")
+    address = metrics.serve("127.0.0.1", 0)
+    try:
+        metrics.watch("prefill-1", lambda: counts)
+        assert scrape(address)["pdtx_num_failed_transfers_total"] == 0
+        tiers = [TierBytes("cpu", load=5, store=7)]
+        counts = NodeCounts(failed=2, expired=1, cache_usage=0.25, queries=100, hits=40, tiers=tiers)
+        metrics.transferred(nbytes=3000, descriptors=12, move_s=0.2, post_s=0.1)
+        metrics.transferred(nbytes=1 << 33, descriptors=1)
+        found = scrape(address)
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        metrics.close()
+    expected = {
+        "pdtx_num_failed_transfers_total": 2,
+        "pdtx_num_kv_expired_reqs_total": 1,
+        "pdtx_kv_cache_usage_perc": 0.25,
+        "pdtx_external_prefix_cache_queries_total": 100,
+        "pdtx_external_prefix_cache_hits_total": 40,
+        "pdtx_kv_offload_load_bytes_total": 5,
+        "pdtx_kv_offload_store_bytes_total": 7,
+        "pdtx_bytes_transferred_sum": 3000 + (1 << 33),
+        "pdtx_bytes_transferred_count": 2,
+        "pdtx_num_descriptors_sum": 13,
+        "pdtx_xfer_time_seconds_sum": 0.2,
+        "pdtx_xfer_time_seconds_count": 1,
+        "pdtx_post_time_seconds_sum": 0.1,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    labels = 'engine_id="prefill-1",role="prefill",tier="cpu",transport="tcp"'
+    buckets = dict(re.findall(r'pdtx_bytes_transferred_bucket\{.*,le="([^"]+)".*\} (\S+)', text))
+    assert [float(edge) for edge in list(buckets)[:-1]] == [2.0**power for power in range(10, 33)]
+    assert (buckets["2048.0"], buckets["4096.0"], buckets["4.294967296e+09"]) == ("0.0", "1.0", "1.0")
+    assert f"pdtx_kv_offload_load_bytes_total{{{labels}}} 5.0" in text
+
+
+def test_two_nodes_of_one_process_do_not_mix_and_a_closed_one_answers_no_more() -> None:
+    one, other = NodeMetrics("prefill", "tcp"), NodeMetrics("decode", "shm")
+    addresses = [each.serve("127.0.0.1", 0) for each in (one, other)]
+    one.watch("a", NodeCounts)
+    other.watch("b", lambda: NodeCounts(failed=1))
+    try:
+        assert [scrape(address)["pdtx_num_failed_transfers_total"] for address in addresses] == [0, 1]
+    finally:
+        one.close()
+        other.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(addresses[0])
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_none_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressInUse, match=rf"no metrics at 127.0.0.1:{port}: .+ choose another --metrics-port"):
+            NodeMetrics("decode", "tcp").serve("127.0.0.1", port)
+        done = run("decode_node", "--synthetic", "llama-3-8b", "--metrics-port", str(port), "--listen", "127.0.0.1:0")
+    assert done.code == 1
+    assert f"no metrics at 127.0.0.1:{port}" in done.error
+    with pytest.raises(InputError, match=r"no metrics at no\.such.host.invalid:0"):
+        NodeMetrics("decode", "tcp").serve("no.such.host.invalid", 0)
+
+
+def test_without_the_library_the_line_to_install_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_import = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> object:  # noqa: ANN401
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return true_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=r"pip install 'pdtx\[metrics\]'"):
+        NodeMetrics("decode", "tcp")
+
+
+# -- real nodes -------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A node with metrics, its log in JSON."""
+
+    def __init__(self, log: Path, module: str, *arguments: str | Path, **environment: str) -> None:
+        self.log = log
+        flags = ["--metrics-port", "0", "--log-format", "json", "--log-level", "info", "--json"]
+        with log.open("w") as stderr:
+            command = [sys.executable, "-m", module, *map(str, arguments), *flags]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment or None
+            )
+        self.metrics = self.wait_for(r"metrics at http://(\S+)/metrics")
+
+    def wait_for(self, words: str, timeout_s: float = 60.0) -> str:
+        limit = time.monotonic() + timeout_s
+        while (found := re.search(words, self.log.read_text())) is None:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < limit, self.log.read_text()
+            time.sleep(0.02)
+        return found[1] if found.groups() else found[0]
+
+    @property
+    def lines(self) -> Sequence[Mapping[str, str]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def test_both_nodes_are_scraped_while_they_work_and_what_they_did_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts, captured = tiny_checkpoint(tmp_path), tmp_path / "prompts.jsonl", tmp_path / "captured"
+    lines = [{"id": f"k{at}", "token_ids": [at, *range(63)]} for at in range(200)]
+    lines += [{"id": "long", "token_ids": [1] * 255}]  # too long for the model with its answer
+    prompts.write_text("\n".join(map(json.dumps, reversed(lines))))
+    common = ("--model", model, *NODE)
+    monkeypatch.setenv("PDTX_CAPTURE", str(captured))
+    decode = Node(tmp_path / "decode", "decode_node", *common, "--listen", "127.0.0.1:0", "--verify")
+    nodes = [decode]
+    try:
+        address = decode.wait_for(r"listening on ([0-9.:]+)")
+        sends = ("--connect", address, "--prompts", prompts, "--max-tokens", "4", "--kv-offloading-size", "0.01")
+        prefill = Node(tmp_path / "prefill", "prefill_node", *common, *sends)
+        nodes.append(prefill)
+        prefill.wait_for(r"request k\d+ ended well")
+        ours = scrape(prefill.metrics)
+        theirs = scrape(decode.metrics)
+    finally:
+        for node in nodes:
+            node.end()
+    nbytes = 64 * 3 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, channels, bytes
+    count = ours["pdtx_bytes_transferred_count"]
+    assert count >= 1
+    assert ours["pdtx_bytes_transferred_sum"] == count * nbytes
+    assert ours["pdtx_xfer_time_seconds_sum"] > 0
+    assert ours["pdtx_num_descriptors_sum"] >= count
+    assert ours["pdtx_num_failed_transfers_total"] == 1
+    assert ours["pdtx_kv_offload_store_bytes_total"] > 0
+    assert 0 < ours["pdtx_external_prefix_cache_queries_total"] == count * 64
+    assert 0 < ours["pdtx_kv_cache_usage_perc"] <= 1
+    assert theirs["pdtx_bytes_transferred_sum"] == theirs["pdtx_bytes_transferred_count"] * nbytes > 0
+    verified = [line for line in decode.lines if " verified: " in line["message"]]
+    assert {line["request_id"] for line in verified} <= {f"k{at}" for at in range(200)}
+    assert {"time", "level", "logger", "message"} <= set(verified[0])
+    _, requests = read_capture(captured)
+    by_name = {request.request_id: request for request in requests}
+    assert by_name["long"].outcome == "failed"
+    assert sum(request.outcome == "verified" for request in requests) >= count
