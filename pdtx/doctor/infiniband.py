@@ -1,0 +1,77 @@
+"""Verbs devices: InfiniBand, RoCE and iWARP cards as the kernel shows them, and what lets a process use them."""
+
+from collections.abc import Iterator
+
+from pdtx.doctor.finding import Finding
+from pdtx.doctor.machine import Machine
+
+_SUBJECT = "RDMA"
+_FOLDER = "/sys/class/infiniband"
+_NULL_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_NEEDED = (
+    "RDMA needs a verbs card with its driver (mlx5_ib, irdma, efa, ...; for trials Soft-RoCE: "
+    "rdma link add rxe0 type rxe netdev NAME)"
+)
+_DEVICES = (
+    "let the process have /dev/infiniband: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, or an rdma/... "
+    "resource in Kubernetes; on the host load ib_uverbs"
+)
+
+
+def check_infiniband(machine: Machine) -> Iterator[Finding]:
+    """Look for verbs devices, their ports and addresses, and the files in /dev by which processes reach them."""
+    devices = machine.names(_FOLDER)
+    if not devices:
+        yield Finding(subject=_SUBJECT, name="devices", value="none", fix=_NEEDED, stops=("rdma",))
+        return
+    verbs = [name for name in machine.names("/dev/infiniband") if name.startswith("uverbs")]
+    value = ", ".join(verbs) or "no uverbs in /dev/infiniband, though the kernel has " + ", ".join(devices)
+    yield _finding("/dev/infiniband", value, fix="" if verbs else _DEVICES, fails=not verbs)
+    ports = [(device, port) for device in devices for port in machine.names(f"{_FOLDER}/{device}/ports")]
+    active = [one for one in ports if _state(machine, *one).endswith("ACTIVE")]
+    for device, port in ports:
+        yield _port(machine, device, port, needed=not active)
+    if not ports:
+        yield _finding("ports", "none", fix=_NEEDED, fails=True)
+
+
+def _finding(name: str, value: str, *, fix: str, fails: bool) -> Finding:
+    if not fails:
+        return Finding(subject=_SUBJECT, name=name, value=value, fix=fix)
+    return Finding(subject=_SUBJECT, name=name, value=value, level="warning", fix=fix, stops=("rdma",))
+
+
+def _state(machine: Machine, device: str, port: str) -> str:
+    return machine.text(f"{_FOLDER}/{device}/ports/{port}/state") or "unknown"
+
+
+def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
+    """needed: whether no port is active, so that this one would have to be."""
+    folder = f"{_FOLDER}/{device}/ports/{port}"
+    state, layer = _state(machine, device, port), machine.text(f"{folder}/link_layer") or "unknown"
+    rate, node = machine.text(f"{folder}/rate"), machine.number(f"{_FOLDER}/{device}/device/numa_node")
+    gids = _gids(machine, folder)
+    words = [state, layer, rate or "no rate told", f"{len(gids)} GIDs"]
+    words += [f"GID {gids[0]}"] if gids else []
+    words += [f"NUMA node {node}"] if node is not None and node >= 0 else []
+    name, value = f"{device}:{port}", ", ".join(words)
+    if not state.endswith("ACTIVE"):
+        fix = (
+            "connect it and bring its network card up" if layer == "Ethernet" else "check the cable and subnet manager"
+        )
+        return _finding(name, value, fix=fix, fails=needed)
+    if not gids:
+        fix = f"give the network card of {device} an address: RoCE takes its GIDs from there"
+        return _finding(name, value, fix=fix, fails=True)
+    return _finding(name, value, fix="", fails=False)
+
+
+def _gids(machine: Machine, folder: str) -> list[str]:
+    """Return 'INDEX ADDRESS TYPE' of each entry of a port's table that is in use."""
+    found = list[str]()
+    for index in sorted(machine.names(f"{folder}/gids"), key=lambda name: (len(name), name)):
+        gid = machine.text(f"{folder}/gids/{index}")
+        if gid and gid != _NULL_GID:
+            kind = machine.text(f"{folder}/gid_attrs/types/{index}")
+            found.append(f"{index} {gid} {kind or ''}".strip())
+    return found

@@ -1,0 +1,141 @@
+"""deploy/local/run: two namespaces, a capped link, bytes counted by it, and nothing left however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.deploy_scene import DEPLOY, checkout, processes_of, run, wait_for_line, wait_until_gone
+
+
+def _why_not() -> str:
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"PDTX_BIN=/bin; source <(sed -n '/^say()/,/^fail()/p;/^find_way()/,/^}}/p' {DEPLOY}/local/run); find_way",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stderr.strip().replace("\n", " ") if done.returncode else ""
+
+
+_REASON = _why_not()
+pytestmark = pytest.mark.skipif(bool(_REASON), reason=_REASON or "-")
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> str:
+    """A word that no other process has in its command line: the folder's own, as it is in every path."""
+    return f"deploy-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def scene(tmp_path: Path, mark: str) -> Path:
+    return checkout(tmp_path / mark, mark)
+
+
+def scratch(folder: Path) -> list[Path]:
+    return list(folder.glob("pdtx-local.*"))
+
+
+class TestMeasures:
+    def test_counted_and_claimed_bytes_agree(self, scene: Path, tmp_path: Path) -> None:
+        output = tmp_path / "result.json"
+        done = run([scene / "deploy/local/run", "--rate", "2gbit", "-o", output], TMPDIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert "they agree" in done.stderr
+        assert done.stdout == "measured\n"
+        assert scratch(tmp_path) == []
+
+    def test_a_result_that_claims_thrice_as_much_fails(self, scene: Path, tmp_path: Path) -> None:
+        done = run([scene / "deploy/local/run", "-o", tmp_path / "result.json", "--lie"], TMPDIR=str(tmp_path))
+        assert done.returncode == 1
+        assert "DISAGREE" in done.stderr
+
+    def test_the_exit_code_is_the_drivers(self, scene: Path, tmp_path: Path) -> None:
+        done = run([scene / "deploy/local/run", "-o", tmp_path / "result.json"], TMPDIR=str(tmp_path), EXIT="7")
+        assert done.returncode == 7
+
+    def test_the_cap_holds(self, scene: Path, tmp_path: Path) -> None:
+        """6 MB at 20 Mb/s take 2.4 s; without the cap, a few milliseconds."""
+        command: list[str | Path] = [
+            scene / "deploy/local/run",
+            "--rate",
+            "20mbit",
+            "-o",
+            tmp_path / "r.json",
+            "--bytes",
+            "6000000",
+        ]
+        began = os.times().elapsed
+        assert run(command, TMPDIR=str(tmp_path)).returncode == 0
+        assert os.times().elapsed - began > 2.0
+
+    def test_n_by_m_agents(self, scene: Path, tmp_path: Path) -> None:
+        command: list[str | Path] = [
+            scene / "deploy/local/run",
+            "--prefill-agents",
+            "2",
+            "--decode-agents",
+            "1",
+            "-o",
+            tmp_path / "r.json",
+        ]
+        done = run(command, TMPDIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+
+    def test_nothing_of_the_host_is_seen_inside(self, scene: Path, tmp_path: Path) -> None:
+        text = "ip -o link | wc -l; $ON_DECODE ip -o -4 address show pdtx-d"
+        done = run([scene / "deploy/local/run", "--exec", text], TMPDIR=str(tmp_path))
+        assert done.stdout.splitlines()[0] == "2"
+        assert "10.77.0.2/24" in done.stdout
+
+    def test_a_rate_that_is_none(self, scene: Path, tmp_path: Path) -> None:
+        done = run([scene / "deploy/local/run", "--rate", "quick", "--exec", "true"], TMPDIR=str(tmp_path))
+        assert done.returncode == 1
+        assert "is 'quick' a rate" in done.stderr
+
+
+class TestTeardown:
+    @pytest.mark.parametrize(
+        ("sent", "code"),
+        [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
+    )
+    def test_a_signal_leaves_nothing(
+        self, scene: Path, tmp_path: Path, mark: str, sent: signal.Signals, code: int
+    ) -> None:
+        command = [str(scene / "deploy/local/run"), "-o", str(tmp_path / "r.json"), "--wait"]
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+        )
+        with process:
+            try:
+                wait_for_line(process, "driving")
+                assert len(processes_of(mark)) >= 4
+                process.send_signal(sent)
+                assert process.wait(30) == code
+                assert wait_until_gone(mark, 20 if sent == signal.SIGKILL else 0) == []
+            finally:
+                process.kill()
+        links = json.loads(subprocess.run(["ip", "-j", "link"], capture_output=True, check=True).stdout)
+        assert not [link["ifname"] for link in links if link["ifname"].startswith("pdtx-")]
+        if sent == signal.SIGKILL:
+            # Only an empty folder, which the next run takes away.
+            assert [list(folder.iterdir()) for folder in scratch(tmp_path)] == [[]]
+            run([scene / "deploy/local/run", "--exec", "true"], TMPDIR=str(tmp_path))
+        assert scratch(tmp_path) == []
+
+    def test_an_agent_that_does_not_start_ends_the_run(self, scene: Path, tmp_path: Path, mark: str) -> None:
+        (scene / ".venv/bin/pdtx-decode").write_text("#!/bin/sh\necho cannot >&2\nexit 3\n")
+        done = run([scene / "deploy/local/run", "-o", tmp_path / "r.json"], TMPDIR=str(tmp_path))
+        assert done.returncode == 1
+        assert "decode-0 has ended before it listened" in done.stderr
+        assert wait_until_gone(mark, 5) == []
+        assert scratch(tmp_path) == []

@@ -1,0 +1,353 @@
+"""The doctor's checks, on machines that exist as a few files."""
+
+import os
+import resource
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from pdtx.doctor import Finding, Machine, parse_wants
+from pdtx.doctor.addresses import check_addresses
+from pdtx.doctor.finding import Level, judged
+from pdtx.doctor.gpu import check_gpu
+from pdtx.doctor.infiniband import check_infiniband
+from pdtx.doctor.memory import check_memory, locked_memory, open_files
+from pdtx.doctor.movers import check_movers, try_all
+from pdtx.doctor.network import check_network
+from pdtx.doctor.nixl import NixlPackage, check_nixl
+from pdtx.doctor.probe import Trial
+from pdtx.doctor.processor import check_processor
+from pdtx.doctor.ucx import Copy, check_ucx
+from pdtx.errors import InputError
+
+_PORT = "sys/class/infiniband/mlx5_0/ports/1"
+_CARD = {
+    f"{_PORT}/state": "4: ACTIVE",
+    f"{_PORT}/link_layer": "Ethernet",
+    f"{_PORT}/rate": "400 Gb/sec (4X NDR)",
+    f"{_PORT}/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001",
+    f"{_PORT}/gids/1": "0000:0000:0000:0000:0000:0000:0000:0000",
+    f"{_PORT}/gid_attrs/types/0": "RoCE v2",
+    "dev/infiniband/uverbs0": "",
+}
+
+
+def machine(
+    root: Path, files: Mapping[str, str], environ: Mapping[str, str] | None = None, says: str | None = None
+) -> Machine:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return Machine(root, environ or {}, lambda command, timeout_s: says)
+
+
+def named(findings: Sequence[Finding], name: str) -> Finding:
+    return next(finding for finding in findings if finding.name == name)
+
+
+class TestGpu:
+    def test_none_is_no_fault_but_stops_cuda(self, tmp_path: Path) -> None:
+        (driver,) = check_gpu(machine(tmp_path, {}))
+        assert (driver.value, driver.level, driver.stops) == ("none", "ok", ("cuda",))
+
+    def test_a_card_without_driver_is_seen(self, tmp_path: Path) -> None:
+        pci = "sys/bus/pci/devices/0000:01:00.0"
+        (driver,) = check_gpu(machine(tmp_path, {f"{pci}/vendor": "0x10de", f"{pci}/class": "0x030200"}))
+        assert driver.level == "warning"
+        assert "1 NVIDIA cards" in driver.value
+
+    def test_cards_and_the_way_to_a_network_card(self, tmp_path: Path) -> None:
+        files = {"proc/driver/nvidia/version": "NVRM version: 590.1", **_CARD}
+        found = list(check_gpu(machine(tmp_path, files, says="H200, 143771 MiB, 590.1, 00000000:01:00.0\n")))
+        assert named(found, "cards").value.startswith("H200")
+        assert named(found, "GPUDirect RDMA").level == "warning"
+        (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+        assert list(check_gpu(machine(tmp_path, {}, says="H200\n")))[-1].level == "ok"
+
+    @pytest.mark.parametrize("says", [None, "\n"])
+    def test_a_driver_that_shows_no_card_stops_cuda(self, tmp_path: Path, says: str | None) -> None:
+        found = list(check_gpu(machine(tmp_path, {"proc/driver/nvidia/version": "590"}, says=says)))
+        assert named(found, "cards").stops == ("cuda",)
+
+
+class TestNetwork:
+    @staticmethod
+    def _card(speed: str, mtu: str, state: str = "up") -> dict[str, str]:
+        folder = "sys/class/net/eth0"
+        return {f"{folder}/operstate": state, f"{folder}/mtu": mtu, f"{folder}/speed": speed}
+
+    @pytest.mark.parametrize(
+        ("speed", "mtu", "level"),
+        [("100000", "1500", "warning"), ("100000", "9000", "ok"), ("1000", "1500", "ok"), ("-1", "1500", "ok")],
+    )
+    def test_small_packets_on_a_fast_card(self, tmp_path: Path, speed: str, mtu: str, level: Level) -> None:
+        found = list(check_network(machine(tmp_path, self._card(speed, mtu))))
+        assert named(found, "eth0").level == level
+
+    def test_none_up(self, tmp_path: Path) -> None:
+        found = list(check_network(machine(tmp_path, self._card("-1", "1500", "down"))))
+        assert named(found, "cards").level == "warning"
+
+
+class TestInfiniband:
+    def test_none(self, tmp_path: Path) -> None:
+        (devices,) = check_infiniband(machine(tmp_path, {}))
+        assert devices.stops == ("rdma",)
+        assert "verbs card" in devices.fix
+
+    def test_an_active_port_is_well(self, tmp_path: Path) -> None:
+        found = list(check_infiniband(machine(tmp_path, _CARD)))
+        assert all(finding.level == "ok" and not finding.stops for finding in found)
+        port = named(found, "mlx5_0:1").value
+        assert "400 Gb/sec" in port
+        assert "1 GIDs, GID 0 fe80:" in port
+        assert port.endswith("RoCE v2")
+
+    @pytest.mark.parametrize(
+        ("change", "name"),
+        [
+            ({f"{_PORT}/state": "1: DOWN"}, "mlx5_0:1"),
+            ({f"{_PORT}/gids/0": "0000:0000:0000:0000:0000:0000:0000:0000"}, "mlx5_0:1"),
+        ],
+    )
+    def test_a_port_that_cannot_be_used(self, tmp_path: Path, change: dict[str, str], name: str) -> None:
+        found = named(list(check_infiniband(machine(tmp_path, _CARD | change))), name)
+        assert found.stops == ("rdma",)
+        assert found.fix
+
+    def test_a_port_that_is_down_beside_an_active_one_stops_nothing(self, tmp_path: Path) -> None:
+        other = {"sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN"}
+        assert not any(finding.stops for finding in check_infiniband(machine(tmp_path, _CARD | other)))
+
+    def test_devices_that_the_process_may_not_open(self, tmp_path: Path) -> None:
+        files = {name: text for name, text in _CARD.items() if not name.startswith("dev/")}
+        found = named(list(check_infiniband(machine(tmp_path, files))), "/dev/infiniband")
+        assert found.stops == ("rdma",)
+        assert "--device=/dev/infiniband" in found.fix
+
+
+class TestMemory:
+    @pytest.mark.parametrize(
+        ("limit", "capabilities", "level", "stops"),
+        [
+            (8 << 20, "0", "warning", ("rdma",)),
+            (8 << 30, "0", "warning", ()),
+            (8 << 20, "0000000000004000", "ok", ()),
+            (resource.RLIM_INFINITY, "0", "ok", ()),
+        ],
+    )
+    def test_locked_memory(
+        self, tmp_path: Path, limit: int, capabilities: str, level: Level, stops: tuple[str, ...]
+    ) -> None:
+        found = locked_memory(machine(tmp_path, {"proc/self/status": f"CapEff:\t{capabilities}"}), limit)
+        assert (found.level, found.stops) == (level, stops)
+
+    def test_shared_memory_and_pages(self, tmp_path: Path) -> None:
+        files = {"dev/shm/x": "", "proc/meminfo": "HugePages_Total: 8\nHugePages_Free: 3\nHugepagesize: 2048 kB"}
+        found = list(check_memory(machine(tmp_path, files)))
+        assert "free of" in named(found, "/dev/shm").value
+        assert named(found, "huge pages").value.startswith("3 of 8 reserved pages of 2 MiB")
+
+    def test_no_shared_memory(self, tmp_path: Path) -> None:
+        assert named(list(check_memory(machine(tmp_path, {}))), "/dev/shm").level == "warning"
+
+    @pytest.mark.parametrize(("soft", "level"), [(1024, "warning"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")])
+    def test_open_files(self, soft: int, level: Level) -> None:
+        assert open_files((soft, resource.RLIM_INFINITY)).level == level
+
+
+class TestProcessor:
+    def test_slow_clock_governor_and_load(self, tmp_path: Path) -> None:
+        files = {
+            "sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet",
+            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
+            "proc/loadavg": f"{os.cpu_count() or 1}.5 1 1 1/1 1",
+        }
+        found = list(check_processor(machine(tmp_path, files)))
+        assert [named(found, name).level for name in ("clock", "governor", "load")] == ["warning"] * 3
+
+    @pytest.mark.parametrize(
+        ("files", "memory", "processors"),
+        [
+            (
+                {
+                    "proc/self/cgroup": "0::/a/b",
+                    "sys/fs/cgroup/a/memory.max": "1073741824",
+                    "sys/fs/cgroup/a/b/memory.max": "max",
+                    "sys/fs/cgroup/a/b/cpu.max": "150000 100000",
+                },
+                "1 GiB",
+                "1.5",
+            ),
+            (
+                {
+                    "proc/self/cgroup": "4:memory:/a\n1:cpu,cpuacct:/a",
+                    "sys/fs/cgroup/memory/memory.limit_in_bytes": "2147483648",
+                    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000",
+                    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+                },
+                "2 GiB",
+                "4",
+            ),
+            ({}, "no limit", "no limit"),
+        ],
+        ids=["version 2", "version 1", "none"],
+    )
+    def test_what_a_container_leaves(self, tmp_path: Path, files: dict[str, str], memory: str, processors: str) -> None:
+        found = [finding for finding in check_processor(machine(tmp_path, files)) if finding.subject == "container"]
+        assert named(found, "memory").value == memory
+        assert named(found, "processors").value.split(" of ")[0] == processors
+
+
+class TestUcx:
+    @staticmethod
+    def _copy(root: Path, origin: str, *, verbs: bool) -> Copy:
+        folder = root / origin
+        (folder / "ucx").mkdir(parents=True)
+        if verbs:
+            (folder / "ucx" / "libuct_ib.so.0").touch()
+        return Copy(origin, folder / "libucp.so.0")
+
+    def test_verbs_are_told_by_their_module(self, tmp_path: Path) -> None:
+        copies = [self._copy(tmp_path, "wheel", verbs=False), self._copy(tmp_path, "nixl", verbs=True)]
+        found = list(check_ucx(machine(tmp_path, {}), copies))
+        assert "without verbs" in named(found, "library wheel").value
+        assert named(found, "library nixl").value.endswith("with verbs")
+        assert not named(found, "verbs").stops
+
+    def test_no_verbs_anywhere_stops_rdma(self, tmp_path: Path) -> None:
+        found = list(check_ucx(machine(tmp_path, {}), [self._copy(tmp_path, "wheel", verbs=False)]))
+        assert named(found, "verbs").stops == ("rdma",)
+
+    def test_none_installed(self, tmp_path: Path) -> None:
+        assert named(list(check_ucx(machine(tmp_path, {}), [])), "libraries").stops == ("ucx", "rdma")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "level", "words"),
+        [
+            ("UCX_TLS", "rc,tcp", "warning", "has no rc"),
+            ("UCX_TLS", "tcp", "ok", "no RDMA"),
+            ("UCX_TLS", "posix,cma", "warning", "posix,cma"),
+            ("UCX_TLS", "all", "ok", "all"),
+            ("UCX_RNDV_THRESH", "8192", "warning", "emulation"),
+            ("UCX_RNDV_THRESH", "inf", "ok", "inf"),
+            ("UCX_NET_DEVICES", "mlx5_9:1", "warning", "no mlx5_9:1"),
+            ("UCX_NET_DEVICES", "lo", "ok", "lo"),
+        ],
+    )
+    def test_settings(self, tmp_path: Path, name: str, value: str, level: Level, words: str) -> None:
+        one = machine(tmp_path, {}, {name: value})
+        found = named(list(check_ucx(one, [self._copy(tmp_path, "wheel", verbs=False)])), name)
+        assert found.level == level
+        assert words in found.value
+        assert bool(found.fix) == (level == "warning" or value == "tcp")
+
+    def test_several_cards_and_no_choice(self, tmp_path: Path) -> None:
+        files = {f"sys/class/net/eth{number}/operstate": "up" for number in (0, 1)}
+        found = named(list(check_ucx(machine(tmp_path, files), [])), "UCX_NET_DEVICES")
+        assert found.level == "warning"
+        assert "UCX_NET_DEVICES=eth0" in found.fix
+
+
+class TestNixl:
+    def test_not_installed(self, tmp_path: Path) -> None:
+        (found,) = check_nixl(machine(tmp_path, {}), NixlPackage(None))
+        assert found.stops == ("nixl",)
+
+    @pytest.mark.parametrize(("plugin", "stops"), [("UCX", ()), ("POSIX", ("nixl",))])
+    def test_plugins(self, tmp_path: Path, plugin: str, stops: tuple[str, ...]) -> None:
+        (tmp_path / f"libplugin_{plugin}.so").touch()
+        package = NixlPackage("1.5.1", ("nixl-cu12",), (tmp_path,))
+        found = named(list(check_nixl(machine(tmp_path, {}), package)), "plugins")
+        assert (found.value, found.stops) == (plugin, stops)
+
+
+class TestMovers:
+    def test_a_trial_that_dies_is_an_error_and_no_exception(self, tmp_path: Path) -> None:
+        trials = try_all(machine(tmp_path, {}, says=None), ["ucx"])
+        assert "without a word" in trials["ucx"].error
+        assert named(list(check_movers(trials)), "ucx").stops == ("ucx",)
+
+    def test_what_a_library_prints_beside_is_left_out(self, tmp_path: Path) -> None:
+        says = 'hello\n\ntrial {"name":"tcp"}\nbye\n'
+        assert try_all(machine(tmp_path, {}, says=says), ["tcp"]) == {"tcp": Trial(name="tcp")}
+
+    def test_rdma_is_what_a_started_ucx_would_use(self) -> None:
+        tcp = Trial(name="ucx", lanes=["tcp/eth0"], kinds=["tcp"])
+        assert named(list(check_movers({"ucx": tcp})), "rdma").stops == ("rdma",)
+        both = Trial(name="nixl", lanes=["tcp/eth0", "rc_mlx5/mlx5_0:1"], kinds=["rdma", "tcp"])
+        found = named(list(check_movers({"nixl": both})), "rdma")
+        assert (found.stops, found.value) == ((), "nixl by rc_mlx5/mlx5_0:1")
+
+    @pytest.mark.parametrize(
+        ("mapped", "level"),
+        [
+            (["/a/libucp.so.0", "/b/libucp.so.0"], "warning"),
+            (["/a/libucp.so.0", "/b/libucp-1234.so.0.0.0"], "ok"),
+            (["/a/libucp.so.0"], "ok"),
+        ],
+    )
+    def test_two_copies_of_one_name(self, mapped: list[str], level: Level) -> None:
+        assert named(list(check_movers({"ucx": Trial(name="ucx", mapped=mapped)})), "ucx, UCX").level == level
+
+    def test_real_trials(self) -> None:
+        trials = try_all(Machine(), ["tcp", "cuda"])
+        assert trials["tcp"] == Trial(name="tcp")
+        assert trials["cuda"].error or trials["cuda"].detail
+
+
+class TestAddresses:
+    @staticmethod
+    def _check(
+        *, listen: Sequence[str] = (), reach: Sequence[str] = (), advertise: str | None = None, two_nodes: bool = False
+    ) -> list[Finding]:
+        return list(
+            check_addresses(listen=listen, reach=reach, advertise=advertise, two_nodes=two_nodes, timeout_s=2.0)
+        )
+
+    def test_free_then_taken_then_refused(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            assert [finding.level for finding in self._check(listen=[address], reach=[address])] == ["problem", "ok"]
+        assert [finding.level for finding in self._check(listen=[address], reach=[address])] == ["ok", "problem"]
+
+    def test_every_advertised_address_is_judged(self) -> None:
+        found = self._check(listen=["0.0.0.0:0", "127.0.0.1:0"], two_nodes=True)
+        told = {finding.name: finding.level for finding in found}
+        assert told["advertise 0.0.0.0"] == told["advertise 127.0.0.1"] == "problem"
+
+    @pytest.mark.parametrize(
+        ("host", "two_nodes", "level"),
+        [
+            ("127.0.0.1", False, "ok"),
+            ("127.0.0.1", True, "problem"),
+            ("localhost", True, "problem"),
+            ("10.0.0.2", True, "ok"),
+            ("0.0.0.0", False, "problem"),
+            ("::", False, "problem"),
+            ("no-such-host.invalid", True, "problem"),
+        ],
+    )
+    def test_advertise(self, host: str, two_nodes: bool, level: Level) -> None:
+        (found,) = self._check(advertise=host, two_nodes=two_nodes)
+        assert found.level == level
+        assert bool(found.fix) == (level == "problem")
+
+    def test_no_address(self) -> None:
+        with pytest.raises(InputError, match="HOST:PORT"):
+            self._check(reach=["somewhere"])
+
+
+def test_what_stops_a_want_is_a_problem_to_who_wants_it() -> None:
+    finding = Finding(subject="RDMA", name="devices", value="none", stops=("rdma",))
+    assert [one.level for one in judged([finding], ["rdma", "tcp"])] == ["problem"]
+    assert [one.level for one in judged([finding], ["tcp"])] == ["ok"]
+
+
+def test_wants() -> None:
+    assert parse_wants(["tcp,rdma", "shm"]) == ("rdma", "tcp", "shm")
+    with pytest.raises(InputError, match="rmda"):
+        parse_wants(["rmda"])
