@@ -16,7 +16,7 @@ from pdtx.errors import TierBusy, TierError, TierInUse
 from pdtx.ranges import preadv, pwritev
 from pdtx.tiers import Side, direct_io
 from pdtx.tiers.disk import DiskTier
-from pdtx.tiers.files import file_bytes
+from pdtx.tiers.files import BlockFolder, file_bytes
 from tests.engine_pair import wait_until
 from tests.tier_disks import (
     TOKENS,
@@ -332,6 +332,33 @@ def test_what_is_read_after_a_load_was_given_up_goes_nowhere(tmp_path: Path, mon
         monkeypatch.undo()
         assert load(tier, plain(), 3, 1)[1]  # with the memory that the late ones have given back
         assert not into.buffers[0].written_blocks().any()
+
+
+def test_no_file_of_a_store_that_was_given_up_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was written from may be another block's memory by then, which its checksum would not tell."""
+    cache, go, written, named = plain(), threading.Event(), threading.Semaphore(0), list[Path]()
+    rename = BlockFolder._rename
+
+    def silent(fd: int, iovecs: int, count: int, offset: int) -> int:
+        assert go.wait(WAIT_S)
+        moved = pwritev(fd, iovecs, count, offset)
+        written.release()
+        return moved
+
+    def naming(self: BlockFolder, temporary: Path, path: Path) -> None:
+        named.append(path)
+        rename(self, temporary, path)
+
+    with opened(tmp_path, cache, silence_s=0.3) as tier:
+        monkeypatch.setattr(BlockFolder, "_rename", naming)
+        monkeypatch.setattr(direct_io, "pwritev", silent)
+        assert len(store(tier, cache, 3).failed) == 3
+        go.set()
+        assert all(written.acquire(timeout=WAIT_S) for _ in range(3))
+        monkeypatch.setattr(direct_io, "pwritev", pwritev)
+        assert store(tier, cache, 3, 2).num_blocks == 3  # behind them, in the same threads
+        assert len(named) == 3
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_no_load_waits_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class BlockFlow:
         job = BlockJob(blocks, min(self._threads, len(blocks)))
         lent = self._lent_by(cache)[group] if of_tier else None
         if lent is not None:
-            move = partial(self._write_lent, lent)
+            move = partial(self._write_lent, job, lent)
         else:
             move = partial(self._write, job, self._copier(cache, cache, self._staging), group)
         return self._work_off(job, group, move, late=self._remove)
@@ -150,14 +150,15 @@ class BlockFlow:
     def _write(self, job: BlockJob, copier: BlockCopier, group: int, block: Block, slot: _Slot) -> None:
         with job.at_cache():
             copier.copy_block(group, block.blocks, slot.number, self._positions(group))
-        self._write_file(block, slot.frame, self._extents[group])
+        self._write_file(job, block, slot.frame, self._extents[group])
 
-    def _write_lent(self, lent: Extents, block: Block, _: _Slot) -> None:
-        self._write_file(block, Frame(lent.of(int(block.blocks[0]))), lent)
+    def _write_lent(self, job: BlockJob, lent: Extents, block: Block, _: _Slot) -> None:
+        self._write_file(job, block, Frame(lent.of(int(block.blocks[0]))), lent)
 
-    def _write_file(self, block: Block, frame: Frame, extents: Extents) -> None:
+    def _write_file(self, job: BlockJob, block: Block, frame: Frame, extents: Extents) -> None:
         header = msgspec.structs.replace(block.header, checksum=checksum(frame.payload))
-        self._files.write(header, frame, direct=extents.aligned(SECTOR))
+        # Once a job is given up, lent memory may hold another block, of which the checksum would be right as well.
+        self._files.write(header, frame, direct=extents.aligned(SECTOR), check=job.check_wanted)
 
     def _read(
         self, job: BlockJob, copier: BlockCopier, group: int, past_caches: bool, block: Block, slot: _Slot

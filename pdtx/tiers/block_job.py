@@ -75,6 +75,12 @@ class BlockJob:
                 self._inside -= 1
                 self._tell_who_gives_up()
 
+    def check_wanted(self) -> None:
+        """Raise TierBusy once the job is given up."""
+        with self._changed:
+            if self._given_up:
+                raise TierBusy("the job was given up before")
+
     def ended(self, block: Block, failure: Failure | None) -> bool:
         """Note what has become of a block that was taken. Returns whether anybody still wants to know."""
         with self._changed:

@@ -14,7 +14,7 @@ import itertools
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -148,8 +148,11 @@ class BlockFolder:
         name = digest.hex()
         return f"{self._root}/{name[0]}/{name[1]}/{name}.{quote(group, safe='')}{SUFFIX}"
 
-    def write(self, header: Header, frame: Frame, *, direct: bool) -> None:
-        """Make a block's file. direct: the payload is aligned. Raises OSError or TierError, and leaves nothing then."""
+    def write(self, header: Header, frame: Frame, *, direct: bool, check: Callable[[], None] = lambda: None) -> None:
+        """Make a block's file. direct: the payload is aligned. check: called when all is written, before it is named.
+
+        Raises OSError, TierError, or what check() raises, and leaves nothing then.
+        """
         path = self.path(header.group, header.digest)
         frame.header = header.to_bytes()
         temporary, fd = self._open_temporary(path, header.nbytes, direct=direct and self.direct)
@@ -160,6 +163,7 @@ class BlockFolder:
                     os.fsync(fd)
             finally:
                 os.close(fd)
+            check()
             self._rename(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
