@@ -107,6 +107,30 @@ class TestInfiniband:
         assert port.endswith("RoCE v2")
 
     @pytest.mark.parametrize(
+        ("card_mtu", "told"),
+        [("9000", "MTU 4096 (eth2: 9000)"), ("1500", "MTU 1024 (eth2: 1500)"), ("100", "MTU of eth2: 100")],
+    )
+    def test_the_largest_packet_of_roce(self, tmp_path: Path, card_mtu: str, told: str) -> None:
+        files = {f"{_PORT}/gid_attrs/ndevs/0": "eth2", "sys/class/net/eth2/mtu": card_mtu}
+        found = named(list(check_infiniband(machine(tmp_path, _CARD | files))), "mlx5_0:1").value
+        assert found.endswith(told)
+
+    @pytest.mark.parametrize(
+        ("environ", "told"),
+        [
+            ({}, "index chosen by UCX (UCX_IB_GID_INDEX)"),
+            ({"UCX_IB_GID_INDEX": "auto"}, "index chosen by UCX (UCX_IB_GID_INDEX)"),
+            ({"UCX_IB_GID_INDEX": "3"}, "index 3 by UCX_IB_GID_INDEX"),
+        ],
+    )
+    def test_which_of_several_gids(self, tmp_path: Path, environ: dict[str, str], told: str) -> None:
+        files = {f"{_PORT}/gids/3": "::ffff:10.0.0.1", f"{_PORT}/gid_attrs/types/3": "RoCE v2"}
+        found = named(list(check_infiniband(machine(tmp_path, _CARD | files, environ))), "mlx5_0:1").value
+        assert "2 GIDs" in found
+        assert "GID 3 ::ffff:10.0.0.1 RoCE v2" in found
+        assert told in found
+
+    @pytest.mark.parametrize(
         ("change", "name"),
         [
             ({f"{_PORT}/state": "1: DOWN"}, "mlx5_0:1"),
@@ -264,6 +288,25 @@ class TestNixl:
         found = named(list(check_nixl(machine(tmp_path, {}), package)), "plugins")
         assert (found.value, found.stops) == (plugin, stops)
 
+    @pytest.mark.parametrize(
+        ("library", "modules", "warns"),
+        [
+            ("libefa.so.1", "", True),
+            ("libefa.so.1", "^ib_mlx5", True),
+            ("libefa.so.1", "^ib_mlx5,efa", False),
+            ("libmlx5.so.1", "", False),
+        ],
+    )
+    def test_the_systems_efa_beside_nixl(self, tmp_path: Path, library: str, modules: str, warns: bool) -> None:
+        (tmp_path / "libplugin_UCX.so").touch()
+        environ = {"UCX_MODULES": modules} if modules else {}
+        here = machine(tmp_path, {f"usr/lib/x86_64-linux-gnu/{library}": ""}, environ)
+        found = {one.name: one for one in check_nixl(here, NixlPackage("1.5.1", ("nixl-cu12",), (tmp_path,)))}
+        assert ("EFA" in found) is warns
+        if warns:
+            assert (found["EFA"].level, found["EFA"].stops) == ("warning", ())
+            assert "UCX_MODULES=^efa" in found["EFA"].fix
+
 
 class TestMovers:
     def test_a_trial_that_dies_is_an_error_and_no_exception(self, tmp_path: Path) -> None:
@@ -344,7 +387,8 @@ class TestAddresses:
 def test_what_stops_a_want_is_a_problem_to_who_wants_it() -> None:
     finding = Finding(subject="RDMA", name="devices", value="none", stops=("rdma",))
     assert [one.level for one in judged([finding], ["rdma", "tcp"])] == ["problem"]
-    assert [one.level for one in judged([finding], ["tcp"])] == ["ok"]
+    assert [one.level for one in judged([finding], ["tcp"])] == ["info"]
+    assert [one.level for one in judged([Finding(subject="NUMA", name="nodes", value="1")], ["tcp"])] == ["ok"]
 
 
 def test_wants() -> None:

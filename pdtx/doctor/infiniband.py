@@ -8,6 +8,11 @@ from pdtx.doctor.machine import Machine
 _SUBJECT = "RDMA"
 _FOLDER = "/sys/class/infiniband"
 _NULL_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_GIDS_TOLD = 4
+_ROCE_BYTES = (256, 512, 1024, 2048, 4096)
+_ROCE_HEADERS = 96
+"""Bytes that IPv6, UDP and RoCE's own headers may need."""
+
 _NEEDED = (
     "RDMA needs a verbs card with its driver (mlx5_ib, irdma, efa, ...; for trials Soft-RoCE: "
     "rdma link add rxe0 type rxe netdev NAME)"
@@ -52,7 +57,9 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
     rate, node = machine.text(f"{folder}/rate"), machine.number(f"{_FOLDER}/{device}/device/numa_node")
     gids = _gids(machine, folder)
     words = [state, layer, rate or "no rate told", f"{len(gids)} GIDs"]
-    words += [f"GID {gids[0]}"] if gids else []
+    words += [f"GID {gid}" for gid in gids[:_GIDS_TOLD]]
+    words += [f"index {_picked(machine)}"] if len(gids) > 1 else []
+    words += _mtu(machine, folder)
     words += [f"NUMA node {node}"] if node is not None and node >= 0 else []
     name, value = f"{device}:{port}", ", ".join(words)
     if not state.endswith("ACTIVE"):
@@ -64,6 +71,22 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
         fix = f"give the network card of {device} an address: RoCE takes its GIDs from there"
         return _finding(name, value, fix=fix, fails=True)
     return _finding(name, value, fix="", fails=False)
+
+
+def _picked(machine: Machine) -> str:
+    """Return which GID a UCX with verbs takes, as far as it is said anywhere but in its log."""
+    chosen = machine.environ.get("UCX_IB_GID_INDEX")
+    return f"{chosen} by UCX_IB_GID_INDEX" if chosen not in (None, "auto") else "chosen by UCX (UCX_IB_GID_INDEX)"
+
+
+def _mtu(machine: Machine, folder: str) -> list[str]:
+    """RoCE's packets: the largest of its sizes that fits the network card's. InfiniBand's is not told here."""
+    card = machine.text(f"{folder}/gid_attrs/ndevs/0")
+    room = machine.number(f"/sys/class/net/{card}/mtu") if card else None
+    if room is None:
+        return []
+    fitting = [size for size in _ROCE_BYTES if size + _ROCE_HEADERS <= room]
+    return [f"MTU {fitting[-1]} ({card}: {room})"] if fitting else [f"MTU of {card}: {room}"]
 
 
 def _gids(machine: Machine, folder: str) -> list[str]:

@@ -12,6 +12,8 @@ from pdtx.doctor.machine import Machine
 _SUBJECT = "NIXL"
 _PACKAGES = ("nixl-cu13", "nixl-cu12")
 _PREFIX = "libplugin_"
+_EFA = "libefa.so.1"
+_LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/lib64")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def check_nixl(machine: Machine, package: NixlPackage) -> Iterator[Finding]:
         return
     value = f"NIXL {package.version}, built as {', '.join(package.builds) or 'unknown'}"
     yield Finding(subject=_SUBJECT, name="package", value=value)
+    yield from _two_copies(machine)
     chosen = machine.environ.get("NIXL_PLUGIN_DIR")
     folders = (Path(chosen),) if chosen else package.plugins
     names = sorted({path.name[len(_PREFIX) : -len(".so")] for one in folders for path in one.glob(f"{_PREFIX}*.so")})
@@ -60,3 +63,14 @@ def check_nixl(machine: Machine, package: NixlPackage) -> Iterator[Finding]:
         yield Finding(subject=_SUBJECT, name="plugins", value=value, level="warning", fix=fix, stops=("nixl",))
     else:
         yield Finding(subject=_SUBJECT, name="plugins", value="where they are is not known")
+
+
+def _two_copies(machine: Machine) -> Iterator[Finding]:
+    """Of libnl and libibverbs: NIXL's wheel has them, and UCX's module for EFA, where it loads, brings the system's."""
+    folders = [folder for folder in _LIBRARY_FOLDERS if _EFA in machine.names(folder)]
+    modules = machine.environ.get("UCX_MODULES", "")
+    if not folders or (modules.startswith("^") and "efa" in modules[1:].split(",")):
+        return
+    fix = "set UCX_MODULES=^efa, unless the network is EFA; results are not affected"
+    value = f"{folders[0]}/{_EFA}: beside it processes with NIXL may die by SIGSEGV at their end (seen on Debian 12)"
+    yield Finding(subject=_SUBJECT, name="EFA", value=value, level="warning", fix=fix)
