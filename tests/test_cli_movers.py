@@ -1,5 +1,6 @@
 """Movers and their options as they are given on a command line."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -86,8 +87,17 @@ def test_flags_are_passed_on() -> None:
 
 
 def test_words() -> None:
-    assert (parse_require("rdma"), parse_require(None), parse_mode("staged")) == ("rdma", None, Mode.STAGED)
+    assert (parse_require("shm"), parse_require(None), parse_mode("staged")) == ("shm", None, Mode.STAGED)
     refused: list[tuple[Any, str]] = [(parse_require, "inproc"), (parse_mode, "fast")]
     for parse, text in refused:
         with pytest.raises(InputError, match=f"not.*{text}|{text}.* is not"):
             parse(text)
+
+
+def test_rdma_is_required_in_vain_at_once_where_no_card_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdtx.cli.movers._RDMA_DEVICES", tmp_path)
+    with pytest.raises(InputError, match=r"this host has no RDMA device .* possible here: tcp, and shm"):
+        parse_require("rdma")
+    assert parse_require("tcp") == "tcp"
+    (tmp_path / "mlx5_0").mkdir()
+    assert parse_require("rdma") == "rdma"

@@ -51,9 +51,9 @@ def test_demo_ends_well_and_writes_its_result(model: Path, tmp_path: Path) -> No
 
 
 def test_a_required_path_that_is_not_there_ends_both_nodes(model: Path, tmp_path: Path) -> None:
-    done = demo(tmp_path / "result.json", "--model", model, "--dtype", "float32", "--require", "rdma")
+    done = demo(tmp_path / "result.json", "--model", model, "--dtype", "float32", "--require", "shm")
     assert done.code == 2
-    assert "rdma is required, but the payload would go over tcp" in done.error
+    assert "shm is required, but the payload would go over tcp" in done.error
     assert "possible with this mover here: tcp" in done.error
     assert not (tmp_path / "result.json").exists()
 

@@ -195,7 +195,8 @@ def test_a_pool_smaller_than_all_prompts_makes_them_wait(
         (("--mover-option", "stall_s=soon"), 2, "option 'stall_s' of mover tcp must be a number, not 'soon'"),
         (("--mode", "fast"), 2, "mode 'fast' is not one of direct, staged, auto"),
         (("--require", "carrier"), 2, "--require takes rdma, tcp, shm, not 'carrier'"),
-        (("--require", "rdma"), 2, "rdma is required, but the payload would go over tcp"),
+        (("--require", "shm"), 2, "shm is required, but the payload would go over tcp"),
+        (("--require", "rdma"), 2, "rdma is required, but "),
         (("--key", "/nowhere/a.key_secret"), 2, "--key and --peer-key go together"),
     ],
 )

@@ -1,6 +1,7 @@
 """Movers from the command line: a name, and options as KEY=VALUE."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdtx.errors import InputError
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from pdtx.transports.base import PathKind
 
 _REQUIRABLE: tuple["PathKind", ...] = ("rdma", "tcp", "shm")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def open_mover(name: str, options: Sequence[str] | None, *, advertise: str | None = None) -> "Mover":
@@ -36,10 +38,16 @@ def shares_memory(mover: str) -> bool:
 
 
 def parse_require(text: str | None) -> "PathKind | None":
-    """Return what must carry the payload. Raises InputError for what cannot be required."""
+    """Return what must carry the payload. Raises InputError for what cannot be required, or cannot be had here."""
     found = next((kind for kind in _REQUIRABLE if kind == text), None)
     if text is not None and found is None:
         raise InputError(f"--require takes {', '.join(_REQUIRABLE)}, not {text!r}")
+    # Said before anything is loaded; with a device it is the running connection that tells.
+    if found == "rdma" and not any(_RDMA_DEVICES.glob("*")):
+        raise InputError(
+            f"rdma is required, but this host has no RDMA device (nothing in {_RDMA_DEVICES}); possible here: tcp, "
+            "and shm within the host; 'pdtx doctor --want rdma' tells what is missing"
+        )
     return found
 
 
