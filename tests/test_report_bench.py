@@ -16,12 +16,12 @@ from typer.testing import Result as Ran
 
 from pdtx.cli import app
 from pdtx.errors import InputError
-from pdtx.report.cases import case_table, details, measured_rows, numbered, remarks, vllm_table
+from pdtx.report.cases import case_table, constant_text, details, measured_rows, numbered, remarks, vllm_table
 from pdtx.report.csv_export import cases_csv, samples_csv
 from pdtx.report.tables import Table
 from pdtx.report.trace import chrome_trace, computations, lanes
 from pdtx.results import write_result_file
-from pdtx.results.model import Case, Result, Sample, Transfer
+from pdtx.results.model import Case, NodeFacts, Result, Sample, Transfer
 from pdtx.results.overlap import covered, overlaps
 from pdtx.results.summary import counted_samples
 from tests.synthetic_results import MIB, link_sample, recorded, result_of, sample, swept
@@ -78,6 +78,21 @@ class TestTables:
         result = swept(tokens=(512, 2048), movers=("tcp",))
         assert remarks(result, measured_rows(result)) == ["cases 0 to 1: reference ucx_perftest missing: not installed"]
         assert [numbered(numbers) for numbers in ([3], [1, 2, 3], [1, 4])] == ["case 3", "cases 1 to 3", "cases 1, 4"]
+
+    def test_what_all_cases_share_names_the_layers_and_what_is_unusual(self) -> None:
+        plain, other = Case(), Case(layers=8, depth=2, mean_run=4, layers_per_transfer=0)
+        told = constant_text([plain])
+        assert "layers all" in told
+        assert "depth" not in told
+        assert "tokens" not in told
+        told = constant_text([other, other])
+        assert all(words in told for words in ("layers 8", "depth 2", "mean run 4", "layers per transfer all"))
+        assert "layers" not in constant_text([plain, other])
+
+    def test_thousands_are_set_apart(self) -> None:
+        table = case_table(measured_rows(swept(tokens=(2048,), movers=("tcp",))))
+        row = dict(zip(table.heads, table.rows[0], strict=True))
+        assert (row["tokens"], row["runs"]) == ("2,048", "2,048")
 
     def test_vllm_names_have_vllm_units(self) -> None:
         table = vllm_table(measured_rows(result_of(recorded([0.010, 0.030], MIB))))
@@ -155,6 +170,12 @@ class TestCsv:
         rows = list(csv.DictReader(io.StringIO(samples_csv(measured_rows(result_of(case))))))
         assert [row["error"] for row in rows] == ["", "lost, and gone"]
 
+    @pytest.mark.parametrize("start", "=+-@")
+    def test_text_is_no_formula(self, start: str) -> None:
+        case = recorded([0.01], MIB, case=Case(model=f"{start}cmd()", mean_run=-1.0))
+        (row,) = csv.DictReader(io.StringIO(cases_csv(measured_rows(result_of(case)))))
+        assert (row["model"], row["mean_run"]) == (f"'{start}cmd()", "-1.0")
+
     def test_nothing(self) -> None:
         assert cases_csv([]) == "case\n"
 
@@ -180,7 +201,35 @@ class TestPlots:
         rates = [row.summary.whole.gb_per_s for row in rows if row.summary.whole is not None]
         assert list(drawn["tcp"].get_ydata()) == pytest.approx(rates)
         assert list(drawn["tcp"].get_xdata()) == [row.summary.nbytes for row in rows]
-        assert {text.get_text() for text in axes.texts} == {"socket", "memcpy"}
+        names = {text.get_text() for text in axes.texts}
+        assert {"socket", "memcpy"} <= names
+        assert any("layers 8, batch 1" in text and text.endswith("on 127.0.0.1") for text in names)
+        legend = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert legend == ["tcp", "reference socket", "reference memcpy"]
+
+    @pytest.mark.parametrize("slowest", [0.0101, 0.012, 0.02, 0.2, 30])
+    def test_a_latency_plot_has_ticks_to_read_by(self, slowest: float) -> None:
+        from pdtx.report.plots import draw_latency
+
+        (axes,) = draw_latency(measured_rows(result_of(recorded([0.01] * 5 + [slowest], MIB)))).axes
+        ticks = [text.get_text() for text in axes.get_xticklabels()]
+        assert 4 <= len(ticks) <= 9
+        assert len(set(ticks)) == len(ticks)
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["tokens 2,048"]
+
+    def test_an_overlap_is_labelled_by_what_is_drawn(self) -> None:
+        from pdtx.report.plots import draw_overlap
+
+        case = recorded([2.0, 2.0, 2.0], MIB, case=Case(layer_compute_s=1.0))
+        ended = (1.0, 1.5, 3.5)
+        case.samples = [
+            sample(number, one.links, transfers=[moved(0, 1, 0, end)])
+            for number, (one, end) in enumerate(zip(case.samples, ended, strict=True))
+        ]
+        (axes,) = draw_overlap(measured_rows(result_of(case))).axes
+        hidden, exposed = (next(iter(bars)).get_width() for bars in axes.containers[1:])
+        assert (hidden, exposed) == (1000, 500)
+        assert "67% hidden" in {text.get_text() for text in axes.texts}
 
     def test_cases_of_one_size_become_bars(self) -> None:
         from pdtx.report.plots import draw_rate
@@ -318,6 +367,74 @@ class TestCommands:
         ran = pdtx("compare", *files, "--fail-above", "5%")
         assert ran.exit_code == 1
         assert "no comparison: failed" in ran.stdout
+
+    @pytest.mark.parametrize("what", ["missing", "few", "unverified", "zero", "skipped", "failed before"])
+    def test_compare_does_not_pass_what_has_shown_nothing(self, tmp_path: Path, what: str) -> None:
+        pytest.importorskip("scipy", reason="comparing needs scipy (extra plot)")
+        before, after = swept(movers=("tcp",), tokens=(512, 2048)), swept(movers=("tcp",), tokens=(512, 2048))
+        case = after.cases[1]
+        if what == "missing":
+            del after.cases[1]
+        elif what == "few":
+            case.samples, case.iterations = case.samples[:6], 4
+        elif what == "unverified":
+            case.samples = [sample(n, one.links, warmup=n < 2, wrong=None) for n, one in enumerate(case.samples)]
+        elif what == "zero":
+            nbytes = case.links[0].wire_bytes
+            case.samples[5] = sample(5, [link_sample(0.0, nbytes)])
+        elif what == "skipped":
+            case.skipped, case.samples = "no such mover here", []
+        else:
+            before.cases[1].error = "lost"
+        files = stored(tmp_path, before, "a.json"), stored(tmp_path, after, "b.json")
+        assert pdtx("compare", *files).exit_code == 0
+        ran = pdtx("compare", *files, "--fail-above", "5%")
+        assert ran.exit_code == 1
+        assert "tokens 2,048" in ran.stderr
+        assert "has not shown that it is as fast" in ran.stderr
+        assert "tokens 512" not in ran.stderr
+        assert len(json.loads(pdtx("compare", *files, "--fail-above", "5%", "--json").stdout)["unproven"]) == 1
+
+    def test_compare_tells_what_all_cases_share_and_who_was_busy(self, tmp_path: Path) -> None:
+        pytest.importorskip("scipy", reason="comparing needs scipy (extra plot)")
+        steady, busy = recorded([0.01] * 12, MIB), recorded([0.02] * 12, MIB)
+        busy.load_average = [4.5, 4.5]
+        files = [stored(tmp_path, result_of(case), f"{n}.json") for n, case in enumerate((steady, busy))]
+        told = pdtx("compare", *files).stdout
+        assert "all: model llama-3-8b, kv cache dtype auto, layers all, " in told
+        assert (
+            f"unsteady: B: 127.0.0.1 had a load of 4.5 on 8 CPUs before the first iteration; see pdtx check {files[1]}"
+            in told
+        )
+        assert re.search(r"2\.00x slower \(.*\); load in B", told)
+
+    def test_words_of_others_do_not_steer_the_terminal(self, tmp_path: Path) -> None:
+        pytest.importorskip("scipy", reason="comparing needs scipy (extra plot)")
+        evil = "\x1b[2J\u202e\u2066x\x9b\rstable\nstable"
+        case = recorded([0.01] * 10, MIB, case=Case(model=evil, mover=evil))
+        case.load_average, case.error = [9.0, 9.0], evil
+        nodes = [NodeFacts(role=one.role, host=evil, rank=0, facts=one.facts) for one in result_of().nodes]
+        one, other = (
+            stored(tmp_path, result_of(case, label=label, nodes=nodes), f"{n}.json")
+            for n, label in enumerate((evil, ""))
+        )
+        for words in (
+            ("show", one), ("show", one, "--details"), ("show", one, "--markdown"), ("check", one),
+            ("compare", one, other, "--fail-above", "5%"), ("compare", one, other, "--markdown"),
+        ):  # fmt: skip
+            ran = pdtx(*words)
+            assert "[2J" in ran.stdout
+            assert (ran.stdout + ran.stderr).replace("\n", "").isprintable()
+            assert "stable" not in (ran.stdout + ran.stderr).splitlines()
+
+    def test_check_is_not_stable_where_nothing_was_measured(self, tmp_path: Path) -> None:
+        ran = pdtx("check", stored(tmp_path, result_of()))
+        assert ran.exit_code == 1
+        assert ran.stdout.startswith("the run: nothing was measured: there are no cases; ")
+
+    def test_plot_draws_one_file(self, tmp_path: Path, layered: Result) -> None:
+        file = stored(tmp_path, layered)
+        assert f"pdtx compare {file} {file}" in str(pdtx("plot", file, file).exception)
 
     @pytest.mark.parametrize("text", ["five", "-1%", "nan", "inf", ""])
     def test_a_limit_that_is_none(self, tmp_path: Path, text: str) -> None:

@@ -132,6 +132,28 @@ class TestMatching:
         assert "decode 0: host 127.0.0.1 | other" in found
         assert "config: tokens - | 3" in found
 
+    def test_what_explains_nothing_is_not_told_and_the_label_is_first(self) -> None:
+        def run(label: str, port: int, **more: object) -> Result:
+            config = {
+                "prefill": [f"a:{port}", f"b:{port + 1}"], "decode": f"[::1]:{port}", "key": f"/tmp/{port}/k",
+                "peer-key": [f"/tmp/{port}/p"], "output": f"/tmp/{port}/out", "block-size": "16:16", **more,
+            }  # fmt: skip
+            return result_of(recorded([0.01] * 9, MIB), label=label, config=config)
+
+        found = compare_results(run("rate=2gbit", 4001), run("rate=4gbit", 4011, **{"block-size": "16:32"}))
+        assert found.differing == ("label rate=2gbit | rate=4gbit", "config: block-size 16:16 | 16:32")
+        moved = compare_results(run("", 4001), run("", 4001, prefill=["a:4001", "c:4001"]))
+        assert moved.differing == ("config: prefill a b | a c",)
+
+    def test_unsteady_runs_are_told_with_the_load_as_their_cause(self) -> None:
+        busy = recorded([0.01, 0.01, 0.013] * 4, MIB)
+        busy.load_average = [4.5, 4.5]
+        found = compare_results(result_of(recorded([0.01] * 12, MIB)), result_of(busy))
+        assert found.unsteady == (("B", "127.0.0.1 had a load of 4.5 on 8 CPUs before the first iteration"),)
+        assert found.rows[0].unsteady == ("load in B",)
+        spread = compare_results(result_of(recorded([0.01, 0.01, 0.013] * 4, MIB)), result_of(busy))
+        assert spread.rows[0].unsteady == ("spread in A", "load in B")
+
     def test_wrong_data_is_no_speed(self) -> None:
         after = recorded([0.005] * 9, MIB)
         after.samples[3] = sample(3, after.samples[3].links, wrong=2)

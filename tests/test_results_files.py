@@ -85,11 +85,72 @@ class TestReading:
         with pytest.raises(InputError, match="colour"):
             read_result_file(changed(tmp_path, result, cases=cases))
 
-    def test_run_sizes_are_sizes(self, tmp_path: Path, result: Result) -> None:
+    @pytest.mark.parametrize("size", ["many", "1" * 20, "1" * 5000, "\N{ARABIC-INDIC DIGIT FIVE}", ""])
+    def test_run_sizes_are_sizes(self, tmp_path: Path, result: Result, size: str) -> None:
         cases = msgspec.to_builtins(result.cases)
-        cases[1]["links"][0]["run_sizes"] = {"many": 3}
+        cases[1]["links"][0]["run_sizes"] = {size: 3}
         with pytest.raises(InputError, match="case 1 has a run_sizes without a size"):
             read_result_file(changed(tmp_path, result, cases=cases))
+
+    @pytest.mark.parametrize(
+        ("part", "field", "value"),
+        [
+            ("links", "move_s", -0.5), ("links", "prepare_s", -1e-9), ("links", "post_s", -1), ("links", "link", -1),
+            ("links", "received_bytes", -1), ("links", "link", 1), ("transfers", 0, 1), (None, "wall_s", -0.1),
+            (None, "wrong", -3), (None, "iteration", 1),
+        ],
+    )  # fmt: skip
+    def test_impossible_numbers_are_refused(
+        self, tmp_path: Path, result: Result, part: str | None, field: str | int, value: float
+    ) -> None:
+        cases = msgspec.to_builtins(result.cases)
+        one = cases[1]["samples"][2]
+        (one if part is None else one[part][0])[field] = value
+        with pytest.raises(InputError, match=f"case 1.* iteration {1 if field == 'iteration' else 2}") as caught:
+            read_result_file(changed(tmp_path, result, cases=cases))
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("part", "field", "value", "words"),
+        [
+            ("references", "seconds", [0.1, 0.0], "case 0: .*references"),
+            ("links", "decode", 2, "case 0 has a link from node 0 to node 2 of 2 nodes"),
+            ("links", "prefill", -1, "case 0: "),
+            ("registrations", "node", 2, "case 0 has a registration of a node that is none of 2"),
+        ],
+    )
+    def test_impossible_parts_of_a_case_are_refused(
+        self, tmp_path: Path, result: Result, part: str, field: str, value: object, words: str
+    ) -> None:
+        cases = msgspec.to_builtins(result.cases)
+        cases[0][part][0][field] = value
+        with pytest.raises(InputError, match=words):
+            read_result_file(changed(tmp_path, result, cases=cases))
+
+    def test_a_link_twice_in_an_iteration(self, tmp_path: Path, result: Result) -> None:
+        cases = msgspec.to_builtins(result.cases)
+        cases[0]["samples"][1]["links"] *= 2
+        with pytest.raises(InputError, match="case 0 has a link twice in iteration 1"):
+            read_result_file(changed(tmp_path, result, cases=cases))
+
+    def test_impossible_rows_of_version_1_are_refused(self, tmp_path: Path) -> None:
+        document = json.loads((OLD / "version_1_demo.json").read_text())
+        document["requests"][0]["move_s"] = -1
+        (tmp_path / "old.json").write_text(json.dumps(document))
+        with pytest.raises(InputError, match="requests"):
+            read_result_file(tmp_path / "old.json")
+
+    def test_what_a_message_quotes_steers_no_terminal(self, tmp_path: Path, result: Result) -> None:
+        cases = msgspec.to_builtins(result.cases)
+        cases[0]["case"]["\x1b[31m\u202e"] = 1
+        with pytest.raises(InputError, match="unknown field") as caught:
+            read_result_file(changed(tmp_path, result, cases=cases))
+        assert str(caught.value).isprintable()
+
+    def test_other_files_of_pdtx_are_named(self, tmp_path: Path) -> None:
+        (tmp_path / "replay.json").write_text('{"format": "pdtx-replay", "version": 1}')
+        with pytest.raises(InputError, match="pdtx replay has written it"):
+            read_result_file(tmp_path / "replay.json")
 
     def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="No such file"):

@@ -5,7 +5,7 @@ import pytest
 from pdtx.results.model import CaseResult, Link, NodeFacts, Reference
 from pdtx.results.stability import check_case, check_result, drift, grouped
 from pdtx.results.summary import summarize
-from tests.synthetic_results import FACTS, MIB, TCP, recorded, result_of, sample, swept
+from tests.synthetic_results import FACTS, MIB, TCP, link_sample, recorded, result_of, sample, swept
 
 STEADY = [0.0100, 0.0101, 0.0099, 0.0102, 0.0100, 0.0098, 0.0101, 0.0100, 0.0099, 0.0100, 0.0101, 0.0100]
 
@@ -16,6 +16,13 @@ def codes(case: CaseResult, nodes: list[NodeFacts] | None = None) -> set[str]:
 
 def steady() -> CaseResult:
     return recorded(STEADY, MIB)
+
+
+def of_two_links(path: dict[str, object]) -> CaseResult:
+    case = steady()
+    case.links = [Link(prefill=0, decode=1, path=TCP), Link(prefill=0, decode=2, path=path)]
+    case.samples = [sample(one.iteration, [*one.links, link_sample(0.01, MIB, link=1)]) for one in case.samples]
+    return case
 
 
 def test_a_steady_case_has_no_findings() -> None:
@@ -69,9 +76,7 @@ def test_unverified_in_part_is_not_unverified() -> None:
 
 
 def test_mixed_transports() -> None:
-    case = steady()
-    case.links = [Link(prefill=0, decode=1, path=TCP), Link(prefill=0, decode=2, path={"kind": "shm"})]
-    assert codes(case) == {"transports"}
+    assert codes(of_two_links({"kind": "shm"})) == {"transports"}
 
 
 def test_a_busy_machine() -> None:
@@ -90,8 +95,7 @@ def test_clocks_that_differ_matter_between_several_links_only() -> None:
     case = steady()
     nodes = [NodeFacts(role="prefill", host="a", rank=0, facts=FACTS, clock_error_s=0.002)]
     assert codes(case, nodes) == set()
-    case.links = [Link(prefill=0, decode=1, path=TCP), Link(prefill=0, decode=2, path=TCP)]
-    assert codes(case, nodes) == {"clock"}
+    assert codes(of_two_links(TCP), nodes) == {"clock"}
 
 
 def test_a_reference_slower_than_what_it_limits() -> None:
@@ -109,12 +113,63 @@ def test_what_is_said_of_several_cases_is_said_once() -> None:
     whole = result_of(few, steady(), few)
     whole.complete = False
     assert [(numbers, finding.code) for numbers, finding in grouped(check_result(whole))] == [
-        ([0, 2], "few"),
         ([], "incomplete"),
+        ([0, 2], "few"),
     ]
+
+
+def test_the_load_stands_first_and_explains_the_rest() -> None:
+    cases = []
+    for load, slow in ((4.5, 0.013), (6.5, 0.014)):
+        case = recorded([0.01, 0.01, slow] * 4, MIB)
+        case.load_average = [load, load]
+        cases.append(case)
+    found = grouped(check_result(result_of(*cases)))
+    assert [(numbers, finding.code) for numbers, finding in found] == [([0, 1], "load"), ([0, 1], "spread")]
+    assert found[0][1].text == "at worst, 127.0.0.1 had a load of 6.5 on 8 CPUs before the first iteration"
+    assert found[1][1].text.startswith("at worst, one move in ten takes 1.40 times")
+    assert "most likely for the load" in found[1][1].advice
+
+
+def test_moves_that_get_slower_are_not_explained_by_heat_alone() -> None:
+    (found,) = check_case(case := recorded([0.01 + 0.00015 * step for step in range(15)], MIB), summarize(case), [])
+    assert "what else began to run" in found.advice
+
+
+def test_what_arrived_is_held_against_what_was_planned() -> None:
+    case = steady()
+    case.samples[4] = sample(4, [link_sample(0.01, MIB // 2)])
+    (failure,) = summarize(case).failures
+    assert failure == ("iteration 4, link 0: 524,288 B received and 524,288 B claimed; 1,048,576 B were planned")
+    case.samples[4] = sample(4, [link_sample(0.01, MIB // 2)], warmup=True)
+    case.iterations -= 1
+    assert summarize(case).failures == ()
+
+
+def test_a_link_of_which_nothing_is_told() -> None:
+    case = of_two_links(TCP)
+    case.samples[3] = steady().samples[3]
+    assert summarize(case).failures == ("iteration 3: nothing is told of link 1",)
+
+
+def test_wrong_elements_do_not_make_up_for_one_another() -> None:
+    case = steady()
+    for number, wrong in ((2, 5), (3, -5)):
+        case.samples[number] = sample(number, case.samples[number].links, wrong=wrong)
+    summary = summarize(case)
+    assert (summary.wrong, summary.ok) == (10, False)
 
 
 def test_a_skipped_case_is_no_fault() -> None:
     case = steady()
     case.samples, case.skipped, case.load_average = [], "no such mover here", [9.0, 9.0]
-    assert check_result(result_of(case)) == []
+    assert check_result(result_of(steady(), case)) == []
+    assert [(number, one.code) for number, one in check_result(result_of(case))] == [(-1, "nothing")]
+
+
+def test_nothing_measured_is_not_stable() -> None:
+    assert [(number, one.code) for number, one in check_result(result_of())] == [(-1, "nothing")]
+    case = recorded([], MIB)
+    assert codes(case) == {"nothing"}
+    case = recorded([0.01], MIB, warmup=1)
+    assert codes(case) == {"nothing"}

@@ -9,7 +9,7 @@ import typer
 
 from pdtx.cli.common import emit, note
 from pdtx.cli.options import Json
-from pdtx.cli.results import Markdown, ResultFile, parse_share
+from pdtx.cli.results import Markdown, ResultFile, emit_lines, parse_share
 
 if TYPE_CHECKING:
     from pdtx.results.comparison import Compared, Comparison
@@ -38,7 +38,8 @@ def compare(
     fail_above: Annotated[
         str | None,
         typer.Option(
-            help="Exit with 1 if a case is significantly slower by more than this, as in 5%, or has failed.",
+            help="Exit with 1 if a case is significantly slower by more than this, as in 5%, or has not shown that it "
+            "is as fast: it is missing, failed, unverified or has too few samples.",
             show_default=False,
         ),
     ] = None,
@@ -46,33 +47,36 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two results, case by case: '1.42x slower' with its interval, or 'not significant'."""
-    from pdtx.report.comparison import comparison_remarks, comparison_table
+    from pdtx.report.comparison import comparison_remarks, comparison_table, unproven
     from pdtx.results import read_result_file
     from pdtx.results.comparison import compare_results
+    from pdtx.results.text import printable
 
     limit = parse_share(fail_above, "--fail-above") if fail_above is not None else None
     allowed = parse_share(noise, "--noise")
     comparison = compare_results(read_result_file(before), read_result_file(after), metric=metric.value, noise=allowed)
-    failing = _failing(comparison, limit)
+    failing = _slower(comparison, limit)
+    missed = unproven(comparison) if limit is not None else []
     if as_json:
-        emit(json.dumps(_document(comparison, metric, failing), indent=2, allow_nan=False))
+        emit(json.dumps(_document(comparison, metric, failing, missed), indent=2, allow_nan=False))
     else:
         table = comparison_table(comparison)
         above, below = comparison_remarks(comparison, (f"{before}", f"{after}"))
-        emit("\n".join([*above, "", *(table.markdown() if markdown else table.text()), "", *below]).rstrip())
+        emit_lines([*above, "", *(table.markdown() if markdown else table.text()), *([""] if below else []), *below])
+    for line in missed:
+        note(f"FAILED: {printable(line)}")
     if failing:
-        note(f"FAILED: {failing} of {len(comparison.rows)} cases are slower by more than {fail_above}, or have failed")
+        note(f"FAILED: {failing} of {len(comparison.rows)} cases are slower by more than {fail_above}")
+    if failing or missed:
         raise typer.Exit(1)
 
 
-def _failing(comparison: "Comparison", limit: float | None) -> int:
-    """How many cases break the limit. A case that failed in the second result has not shown that it is as fast."""
-    if limit is None:
-        return 0
-    return sum(row.slower_than(limit) or bool(row.after.failures) for row in comparison.rows)
+def _slower(comparison: "Comparison", limit: float | None) -> int:
+    """How many cases break the limit; of those that failed nothing is known."""
+    return 0 if limit is None else sum(row.slower_than(limit) and not row.failures for row in comparison.rows)
 
 
-def _document(comparison: "Comparison", metric: Metric, failing: int) -> dict[str, Any]:
+def _document(comparison: "Comparison", metric: Metric, failing: int, missed: list[str]) -> dict[str, Any]:
     import msgspec
 
     return {
@@ -84,6 +88,8 @@ def _document(comparison: "Comparison", metric: Metric, failing: int) -> dict[st
         "only_b": msgspec.to_builtins(comparison.only_after),
         "geometric_mean": comparison.geometric_mean,
         "failing": failing,
+        "unproven": missed,
+        "unsteady": comparison.unsteady,
     }
 
 
@@ -99,4 +105,5 @@ def _row(row: "Compared") -> dict[str, Any]:
         **{name: None if math.isnan(value) else value for name, value in figures.items()},
         "counts": found.counts,
         "failures": row.failures,
+        "unsteady": row.unsteady,
     }

@@ -26,6 +26,7 @@ class Kind(StrEnum):
 
 def plot(
     file: ResultFile,
+    others: Annotated[list[Path] | None, typer.Argument(hidden=True)] = None,
     kind: Annotated[
         Kind,
         typer.Option(
@@ -49,6 +50,8 @@ def plot(
     from pdtx.report.cases import measured_rows
     from pdtx.results import read_result_file
 
+    if others:
+        raise InputError(f"one file is drawn at a time; to lay two side by side: pdtx compare {file} {others[0]}")
     rows = measured_rows(read_result_file(file))
     if case is not None:
         rows = [row for row in rows if row.number == case]

@@ -1,10 +1,12 @@
 """What the commands on result files have in common."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pdtx.cli.common import emit
 from pdtx.errors import InputError
 
 ResultFile = Annotated[
@@ -12,6 +14,13 @@ ResultFile = Annotated[
 ]
 Markdown = Annotated[bool, typer.Option("--markdown", help="A table to paste into an issue.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")]
+
+
+def emit_lines(lines: Iterable[str]) -> None:
+    """Put lines on stdout. What a file says is another's, and may not steer the terminal."""
+    from pdtx.results.text import printable
+
+    emit("\n".join(printable(line) for line in lines))
 
 
 def check_new(path: Path, *, force: bool) -> None:

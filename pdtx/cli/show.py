@@ -8,7 +8,7 @@ import typer
 
 from pdtx.cli.common import emit, note
 from pdtx.cli.options import Json
-from pdtx.cli.results import Markdown, ResultFile
+from pdtx.cli.results import Markdown, ResultFile, emit_lines
 
 if TYPE_CHECKING:
     from pdtx.report.cases import Row
@@ -45,7 +45,7 @@ def show(
     if as_json:
         emit(json.dumps(_document(result, rows), indent=2))
     elif details:
-        emit("\n".join(_details(result, rows)))
+        emit_lines(_details(result, rows))
     else:
         _table(result, rows, style, gbits=gbits, markdown=markdown)
 
@@ -53,16 +53,17 @@ def show(
 def _table(result: "Result", rows: "list[Row]", style: Style, *, gbits: bool, markdown: bool) -> None:
     """Facts and remarks go to stderr where the table is to be pasted."""
     from pdtx.report.cases import VLLM_NOTE, case_table, facts_lines, remarks, vllm_table
+    from pdtx.results.text import printable
 
     table = vllm_table(rows) if style is Style.VLLM else case_table(rows, gbits=gbits)
     after = [*([VLLM_NOTE] if style is Style.VLLM else []), *remarks(result, rows)]
     if markdown:
-        emit("\n".join(table.markdown()))
+        emit_lines(table.markdown())
         for line in after:
-            note(line)
+            note(printable(line))
         return
     lines = [f"# {line}" for line in facts_lines(result)]
-    emit("\n".join([*lines, *(table.text() if rows else ["no case was measured"]), *after]))
+    emit_lines([*lines, *(table.text() if rows else ["no case was measured"]), *after])
 
 
 def _details(result: "Result", rows: "list[Row]") -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdtx.report.tables import Table
 from pdtx.results.figures import Rate, Spread
-from pdtx.results.model import CaseResult, Result
+from pdtx.results.model import Case, CaseResult, Result
 from pdtx.results.params import FIELDS, label, shown, varied
 from pdtx.results.summary import CaseSummary, summarize
 from pdtx.units import format_bytes, format_seconds
@@ -17,21 +17,26 @@ _HEADS = (
     "move p50", "p90", "p99", "min", "max", "prepare", "post", "N", "via",
 )  # fmt: skip
 _LEFT = {"via", "model", "layout", "mover", "mover_options", "op", "mode", "pattern", "kv_cache_dtype", "block_tables"}
-_TOLD_CONSTANT = ("model", "kv_cache_dtype", "layout", "tp", "batch", "mover", "op", "mode", "merge", "pattern")
+_TOLD_CONSTANT = (
+    "model", "layers", "kv_cache_dtype", "layout", "tp", "batch", "mover", "op", "mode", "merge", "pattern",
+)  # fmt: skip
+"""Told though they are what a case has by default; of the others what is not."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case with its summary. number: its place in the result."""
+    """A case with its summary. number: its place in the result. hosts: that it ran on, each once."""
 
     number: int
     case: CaseResult
     summary: CaseSummary
+    hosts: tuple[str, ...] = ()
 
 
 def measured_rows(result: Result) -> list[Row]:
     """Return the cases that were not skipped."""
-    return [Row(n, case, summarize(case)) for n, case in enumerate(result.cases) if case.skipped is None]
+    hosts = tuple(dict.fromkeys(node.host for node in result.nodes if node.host))
+    return [Row(n, case, summarize(case), hosts) for n, case in enumerate(result.cases) if case.skipped is None]
 
 
 def case_table(rows: Sequence[Row], *, gbits: bool = False) -> Table:
@@ -55,11 +60,16 @@ def row_names(rows: Sequence[Row]) -> list[str]:
 
 def constant_line(result: Result) -> str:
     """Return the parameters that all cases share, for above a table."""
-    cases = [case.case for case in result.cases]
+    return constant_text([case.case for case in result.cases], beside=_ALWAYS)
+
+
+def constant_text(cases: Sequence[Case], beside: Sequence[str] = ("tokens",)) -> str:
+    """Return the parameters that all cases share; beside: names that stand elsewhere anyway."""
     if not cases:
         return "no cases"
-    differing = {*_ALWAYS, *varied(cases)}
-    return ", ".join(f"{name} {shown(cases[0], name)}" for name in _TOLD_CONSTANT if name not in differing)
+    differing, usual = {*beside, *varied(cases)}, Case()
+    names = [one for one in FIELDS if one in _TOLD_CONSTANT or getattr(cases[0], one) != getattr(usual, one)]
+    return ", ".join(f"{label(name)} {shown(cases[0], name)}" for name in names if name not in differing)
 
 
 def facts_lines(result: Result) -> list[str]:
@@ -182,7 +192,7 @@ def _cells(row: Row, gbits: bool) -> tuple[str, ...]:
     return (
         format_bytes(summary.nbytes),
         format_bytes(summary.unique_bytes) if summary.unique_bytes else "-",
-        f"{summary.runs}",
+        f"{summary.runs:,}",
         format_bytes(round(summary.bytes_each)) if summary.bytes_each is not None else "-",
         rate_cell(summary.whole, gbits),
         rate_cell(summary.per_rank, gbits),

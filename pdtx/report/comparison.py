@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdtx.report.cases import rate_cell
+from pdtx.report.cases import constant_text, rate_cell
 from pdtx.report.tables import Table
 from pdtx.results.comparison import Compared, Comparison
 from pdtx.results.model import Case
@@ -34,15 +34,24 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def comparison_remarks(comparison: Comparison, names: tuple[str, str]) -> tuple[list[str], list[str]]:
     """Return lines for above and below the table."""
-    above = [f"A is {names[0]}, B is {names[1]}"]
+    above = [f"A is {names[0]}, B is {names[1]}", f"all: {constant_text([row.case for row in comparison.rows])}"]
     differing = comparison.differing
     above += [f"differs: {line}" for line in differing[:_MOST_LINES]]
     above += [f"differs: {len(differing) - _MOST_LINES} more"] if len(differing) > _MOST_LINES else []
+    files = dict(zip("AB", names, strict=True))
+    above += [f"unsteady: {name}: {text}; see pdtx check {files[name]}" for name, text in comparison.unsteady]
     below = [f"{_label(row.case)}: {text}" for row in comparison.rows for text in row.failures]
     below += _alone("A", comparison.only_before) + _alone("B", comparison.only_after)
     if len(comparison.rows) > 1 and (mean := comparison.geometric_mean) is not None:
         below.append(f"geometric mean of B's times over A's, significant or not: {mean:.3f}")
     return above, below
+
+
+def unproven(comparison: Comparison) -> list[str]:
+    """Return why B has not shown that it is as fast as A, a line for each case of which that is so."""
+    why = [(row.case, "; ".join(row.missed)) for row in comparison.rows if row.missed]
+    why += [(case, "A has measured it, B has not") for case in comparison.only_before]
+    return [f"{_label(case)}, mover {case.mover}: B has not shown that it is as fast: {text}" for case, text in why]
 
 
 def _label(case: Case) -> str:
@@ -60,6 +69,7 @@ def _cells(row: Compared) -> tuple[str, ...]:
     if after.nbytes != before.nbytes:
         size += f" | {format_bytes(after.nbytes)}"
     verdict = "no comparison: failed" if row.failures else f"{row.difference}"
+    verdict += f"; {', '.join(row.unsteady)}" if row.unsteady and not row.failures else ""
     return (
         size,
         _median(before),

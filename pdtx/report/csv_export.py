@@ -15,6 +15,7 @@ from pdtx.results.params import FIELDS
 _SPREADS = ("prepare", "post", "move", "wall", "latency")
 _FIGURES = ("p50", "p90", "p99", "min", "max", "mean")
 _RATES = ("per_rank", "whole")
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 _LINK_FIELDS = (
     ("prepare_s", "prepare_s"), ("post_s", "post_s"), ("move_s", "move_s"), ("begun", "begun_s"), ("ended", "ended_s"),
     ("claimed_bytes", "claimed_bytes"), ("received_bytes", "received_bytes"), ("posts", "posts"),
@@ -110,5 +111,10 @@ def _csv(heads: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(heads)
-    writer.writerows(lines)
+    writer.writerows([_cell(value) for value in line] for line in lines)
     return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula; numbers stay what they are."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULAS) else value

@@ -1,23 +1,30 @@
 """Plots of a run: rate against size, times of moves, layers over time, and what computation hides."""
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pdtx.errors import InputError
-from pdtx.report.cases import Row
-from pdtx.report.pictures import GRAY, INK, MARKERS, PALETTE, Axes, Figure, new_figure, note, styled
+from pdtx.report.cases import Row, constant_text
+from pdtx.report.pictures import GRAY, INK, MARKERS, PALETTE, Axes, Figure, matplotlib, new_figure, note, styled
 from pdtx.report.timeline import draw_timeline
 from pdtx.results.figures import percentile
 from pdtx.results.overlap import overlaps
 from pdtx.results.params import AMOUNTS, named_case, row_label_names, varied
 from pdtx.results.summary import counted_samples
+from pdtx.results.text import printable
 from pdtx.units import format_bytes, format_seconds
 
 _BAD = "#d02c2c"
 _MOST_SERIES = 12
 _MOST_INSIDE = 4
+_MOST_HOSTS = 4
+_FEWEST_TICKS, _MOST_TICKS = 4, 9
+_LEAST_WIDTH = 1.2
+_FACTORS = ((1,), (1, 3), (1, 2, 5), range(1, 10))
+"""Ticks in each decade of a logarithmic axis, from few to many."""
 
 
 def draw_rate(rows: Sequence[Row]) -> Figure:
@@ -38,7 +45,8 @@ def draw_rate(rows: Sequence[Row]) -> Figure:
         axes.set_xscale("log", base=2)
         _bytes_axis(axes, [row.summary.nbytes for row in shown])
         axes.set_ylim(bottom=0)
-        axes.set(title="Rate of the whole system", xlabel="bytes received in one iteration", ylabel="GB/s (10⁹ bytes)")
+        _title(axes, "Rate of the whole system", shown)
+        axes.set(xlabel="bytes received in one iteration", ylabel="GB/s (10⁹ bytes)")
         _legend(figure, axes)
         note(figure, _what_marks_mean(shown))
     return figure
@@ -66,8 +74,8 @@ def draw_latency(rows: Sequence[Row]) -> Figure:
         _seconds_axis(axes)
         axes.set_ylim(0, 1.02)
         left = f" (first {_MOST_SERIES} of {len(shown)} cases)" if len(shown) > _MOST_SERIES else ""
-        axes.set(title=f"Moves by their time{left}", xlabel="a link's move in one iteration (logarithmic)",
-                 ylabel="share of moves")  # fmt: skip
+        _title(axes, f"Moves by their time{left}", shown[:_MOST_SERIES])
+        axes.set(xlabel="a link's move in one iteration (logarithmic)", ylabel="share of moves")
         _legend(figure, axes)
     return figure
 
@@ -88,14 +96,15 @@ def draw_overlap(rows: Sequence[Row]) -> Figure:
         axes.barh(places - 0.2, computed, 0.34, color=GRAY, alpha=0.55, label="computing")
         axes.barh(places + 0.2, hidden, 0.34, color=PALETTE[2], label="moving, hidden")
         axes.barh(places + 0.2, exposed, 0.34, left=hidden, color=PALETTE[1], label="moving, exposed")
-        for place, row, end in zip(places, shown, np.add(hidden, exposed), strict=True):
-            text = f"{row.summary.hidden or 0:.0%} hidden"
+        for place, length, end in zip(places, hidden, np.add(hidden, exposed), strict=True):
+            text = f"{length / end if end > 0 else 0:.0%} hidden"
             axes.annotate(text, (end, place + 0.2), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(places, [named_case(row.case.case, names) for row in shown])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.14)
-        axes.set(title="Moving behind computation", xlabel="ms, medians of a link's iterations")
+        _title(axes, "Moving behind computation", shown)
+        axes.set_xlabel("ms, medians of a link's iterations")
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 
@@ -149,7 +158,7 @@ def _reference_lines(axes: Axes, rows: Sequence[Row]) -> None:
     for number, (name, of_size) in enumerate(points.items()):
         sizes = sorted(of_size)
         rates = [percentile(of_size[size], 50) for size in sizes]
-        axes.plot(sizes, rates, ("--", "-.", ":")[number % 3], color=GRAY, linewidth=1.3)
+        axes.plot(sizes, rates, ("--", "-.", ":")[number % 3], color=GRAY, linewidth=1.3, label=f"reference {name}")
         axes.annotate(name, (sizes[-1], rates[-1]), xytext=(6, 0), textcoords="offset points", va="center", color=GRAY,
                       fontsize=9)  # fmt: skip
 
@@ -181,7 +190,8 @@ def _bars(rows: Sequence[Row]) -> Figure:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         size = format_bytes(rows[0].summary.nbytes)
-        axes.set(title=f"Rate of the whole system, {size} an iteration", xlabel="GB/s (10⁹ bytes), p10 to p90")
+        _title(axes, f"Rate of the whole system, {size} an iteration", rows)
+        axes.set_xlabel("GB/s (10⁹ bytes), p10 to p90")
     return figure
 
 
@@ -212,16 +222,36 @@ def _bytes_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def _seconds_axis(axes: Axes) -> None:
-    """A logarithmic axis in ms or us, with figures at 1, 2 and 5."""
+    """A logarithmic axis in ms or us, with so many figures between its ends as there is room for."""
     axes.set_xscale("log")
     low, high = axes.get_xlim()
+    if high < _LEAST_WIDTH * low:  # moves that are all alike: figures with three digits would be alike too
+        middle = (low * high) ** 0.5
+        low, high = middle / _LEAST_WIDTH**0.5, middle * _LEAST_WIDTH**0.5
+        axes.set_xlim(low, high)
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    inside = [tick for tick in ticks if low <= tick <= high] or [low, high]
-    if len(inside) > 9:
-        inside = [tick for tick in inside if f"{tick:e}"[0] == "1"]
+    for factors in _FACTORS:
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if _FEWEST_TICKS <= len(inside) <= _MOST_TICKS:
+            break
+    else:  # less than a decade, or more of them than there is room for
+        steps = matplotlib().ticker.MaxNLocator(nbins=8, steps=[1, 2, 5, 10], min_n_ticks=_FEWEST_TICKS)
+        spaced = steps.tick_values(low, high) if high < 10 * low else np.geomspace(low, high, _FEWEST_TICKS)
+        inside = [float(one) for one in spaced if low <= one <= high]
     axes.set_xticks(inside, [format_seconds(tick) for tick in inside])
     axes.minorticks_off()
+
+
+def _title(axes: Axes, text: str, rows: Sequence[Row]) -> None:
+    """What is drawn, and below it, smaller, what all cases have in common and between which hosts they moved."""
+    common = constant_text([row.case.case for row in rows], beside=())
+    hosts = f"; on {' and '.join(rows[0].hosts[:_MOST_HOSTS])}" if rows[0].hosts else ""
+    hosts += f" and {len(rows[0].hosts) - _MOST_HOSTS} more" if len(rows[0].hosts) > _MOST_HOSTS else ""
+    lines = textwrap.wrap(printable(f"{common}{hosts}").replace("$", r"\$"), 120, max_lines=3, placeholder=" ...")
+    axes.set_title(text, pad=10 + 11 * len(lines))
+    axes.annotate("\n".join(lines), (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
+                  va="bottom", color=GRAY, fontsize=8.5)  # fmt: skip
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -230,5 +260,5 @@ def _legend(figure: Figure, axes: Axes) -> None:
     if lines > _MOST_INSIDE:
         figure.set_figheight(figure.get_figheight() + 0.25 * -(-lines // 2))
         figure.legend(loc="outside upper left", ncols=2)
-    elif lines > 1:
+    elif lines:
         axes.legend(loc="best")

@@ -1,5 +1,6 @@
 """Two results side by side: which cases are the same, how they differ, and what else is different between the runs."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pdtx.errors import InputError
 from pdtx.results.model import Case, CaseResult, Result, Sample
 from pdtx.results.params import AMOUNTS, FIELDS, flattened, parameters, shown
 from pdtx.results.significance import Difference, differences
+from pdtx.results.stability import UNSTEADY, check_case, check_result, grouped
 from pdtx.results.summary import CaseSummary, counted_samples, move_seconds, summarize
 
 Metric = Literal["move", "wall", "post", "prepare"]
@@ -22,19 +24,28 @@ METRICS: dict[Metric, Callable[[Sample], float]] = {
     "prepare": lambda sample: max(link.prepare_s for link in sample.links),
 }
 """Seconds of an iteration that can be compared; of several links the slowest counts."""
-_UNTOLD = frozenset({"date", "output", "json", "label", "address", "max_bytes"})
-"""What differs between any two runs and explains nothing."""
+_UNTOLD = frozenset(
+    {"date", "output", "json", "force", "label", "address", "max_bytes", "max-bytes", "key", "peer-key", "rendezvous"}
+)
+"""What differs between any two runs and explains nothing; the label is told by itself, first."""
+_ADDRESSES = frozenset({"prefill", "decode"})
+"""Flags with HOST:PORT: ports are free ones, and others each time."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One case of both results. failures: of either side, which make a comparison worthless."""
+    """One case of both results. failures: of either side, which make a comparison worthless.
+
+    missed: why nothing has been shown of their speeds, a line each. unsteady: 'load in A' and the like, for the eye.
+    """
 
     case: Case
     before: CaseSummary
     after: CaseSummary
     difference: Difference
     failures: tuple[str, ...]
+    missed: tuple[str, ...] = ()
+    unsteady: tuple[str, ...] = ()
 
     def slower_than(self, share: float) -> bool:
         """Whether it is significantly slower by more than share, 0.05 for 5 %."""
@@ -43,12 +54,16 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results. differing: what else differs between the runs, a line each; only_before, only_after: cases."""
+    """Two results. differing: what else differs between the runs, a line each; only_before, only_after: cases.
+
+    unsteady: what pdtx check finds in either that moves times by itself: A or B, and the finding.
+    """
 
     rows: tuple[Compared, ...]
     differing: tuple[str, ...]
     only_before: tuple[Case, ...]
     only_after: tuple[Case, ...]
+    unsteady: tuple[tuple[str, str], ...] = ()
 
     @property
     def geometric_mean(self) -> float | None:
@@ -77,14 +92,44 @@ def compare_results(before: Result, after: Result, *, metric: Metric = "move", n
         )
     seconds = [(_seconds(one, metric), _seconds(other, metric)) for one, other in pairs]
     found = differences(seconds, noise)
-    rows = [_compared(one, other, difference) for (one, other), difference in zip(pairs, found, strict=True)]
-    return Comparison(tuple(rows), tuple(_differing(before, after, ignored)), only_before, only_after)
+    rows = [
+        _compared((one, before), (other, after), difference, metric)
+        for (one, other), difference in zip(pairs, found, strict=True)
+    ]
+    unsteady = [(name, text) for name, result in (("A", before), ("B", after)) for text in _unsteady_run(result)]
+    differing = _differing(before, after, ignored)
+    return Comparison(tuple(rows), tuple(differing), only_before, only_after, tuple(unsteady))
 
 
-def _compared(before: CaseResult, after: CaseResult, difference: Difference) -> Compared:
-    first, second = summarize(before), summarize(after)
+def _compared(
+    before: tuple[CaseResult, Result], after: tuple[CaseResult, Result], difference: Difference, metric: Metric
+) -> Compared:
+    first, second = summarize(before[0]), summarize(after[0])
     failures = [f"A: {text}" for text in first.failures] + [f"B: {text}" for text in second.failures]
-    return Compared(before.case, first, second, difference, tuple(failures))
+    missed = [*failures, *_missed(first, second, difference)]
+    for name, case in (("A", before[0]), ("B", after[0])):
+        if zeros := sum(METRICS[metric](one) <= 0 for one in counted_samples(case, cold=False)):
+            missed.append(f"{name}: {zeros} iterations took 0 seconds ({metric}), which is no measurement")
+    unsteady = []
+    for name, (case, result), summary in (("A", before, first), ("B", after, second)):
+        codes = [one.code for one in check_case(case, summary, result.nodes) if one.code in UNSTEADY]
+        unsteady += [f"{'load' if 'load' in codes else codes[0]} in {name}"] if codes else []
+    return Compared(before[0].case, first, second, difference, tuple(failures), tuple(missed), tuple(unsteady))
+
+
+def _missed(before: CaseSummary, after: CaseSummary, difference: Difference) -> list[str]:
+    """What keeps a case from having shown how fast it is, though nothing failed."""
+    missed = [f"{difference}"] if difference.verdict == "too few" else []
+    if before.wrong is not None and after.wrong is None:
+        missed.append("B: nobody has looked at what arrived, as in A; run it again with --verify")
+    return missed
+
+
+def _unsteady_run(result: Result) -> list[str]:
+    """What the check of a run finds that moves times; where it is the load, that alone, for it explains the others."""
+    found = [one for _, one in grouped(check_result(result)) if one.code in UNSTEADY]
+    loads = [one for one in found if one.code == "load"]
+    return [one.text for one in loads or found]
 
 
 def _seconds(case: CaseResult, metric: Metric) -> list[float]:
@@ -131,8 +176,12 @@ def _matched(
 
 def _differing(before: Result, after: Result, ignored: Sequence[str]) -> list[str]:
     """What differs between two runs besides their times, for the eye."""
-    lines = [f"{name} {shown(before.cases[0].case, name)} | {shown(after.cases[0].case, name)}" for name in ignored]
-    told: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("config", before.config, after.config)]
+    labels = [result.label or "-" for result in (before, after)]
+    lines = [f"label {' | '.join(labels)}"] if labels[0] != labels[1] else []
+    lines += [f"{name} {shown(before.cases[0].case, name)} | {shown(after.cases[0].case, name)}" for name in ignored]
+    told: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("config", _portless(before.config), _portless(after.config))
+    ]
     lines += [f"nodes {len(before.nodes)} | {len(after.nodes)}"] if len(before.nodes) != len(after.nodes) else []
     for one, other in zip(before.nodes, after.nodes, strict=False):
         role = f"{one.role} {one.rank}"
@@ -145,3 +194,15 @@ def _differing(before: Result, after: Result, ignored: Sequence[str]) -> list[st
             if flat.get(name) != others.get(name) and name not in _UNTOLD
         ]
     return lines
+
+
+def _portless(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose addresses have no ports."""
+    return {
+        name: re.sub(r":\d+(?=\s|,|$)", "", _list(value)) if name in _ADDRESSES else value
+        for name, value in config.items()
+    }
+
+
+def _list(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

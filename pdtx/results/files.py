@@ -1,6 +1,7 @@
 """Result files: written whole or not at all, read strictly, old versions too."""
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -9,11 +10,17 @@ from typing import Any
 import msgspec
 
 from pdtx.errors import InputError
+from pdtx.results.impossible import refuse_impossible
 from pdtx.results.model import RESULT_FORMAT, RESULT_VERSION, Result
 from pdtx.results.old import from_version_1
+from pdtx.results.text import printable
 
 MOST_BYTES = 1 << 30
 """More is no result: it would be a million iterations and more."""
+_OTHERS = {
+    "pdtx-replay": "pdtx replay has written it and tells its figures itself; for the file see docs/replay.md",
+}
+"""Formats of this project that are no results."""
 
 
 class _Head(msgspec.Struct):
@@ -63,9 +70,10 @@ def decode_result(content: bytes, name: str) -> Result:
     try:
         head = msgspec.json.decode(content, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{name} is no result of pdtx: {error}") from None
+        raise InputError(f"{name} is no result of pdtx: {printable(str(error))}") from None
     if head.format not in (None, RESULT_FORMAT):
-        raise InputError(f"{name} is no result of pdtx bench: its format is {head.format!r}")
+        what = _OTHERS.get(head.format, f"its format is {head.format!r}")
+        raise InputError(f"{name} is no result of pdtx bench: {what}")
     if head.version > RESULT_VERSION:
         raise InputError(
             f"{name} was made by a newer pdtx (version {head.version} of the format; this one reads up to "
@@ -81,14 +89,21 @@ def decode_result(content: bytes, name: str) -> Result:
 def _decode(content: bytes, name: str, *, old: bool) -> Result:
     try:
         if old:
-            return from_version_1(msgspec.json.decode(content, type=dict[str, Any]))
-        result = msgspec.json.decode(content, type=Result)
+            result = from_version_1(msgspec.json.decode(content, type=dict[str, Any]))
+        else:
+            result = msgspec.json.decode(content, type=Result)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InputError(f"{name} is damaged, or was changed by hand: {error}") from None
-    for number, case in enumerate(result.cases):
-        if any(not size.isdecimal() for link in case.links for size in link.run_sizes):
-            raise InputError(f"{name} is damaged, or was changed by hand: case {number} has a run_sizes without a size")
+        raise InputError(f"{name} is damaged, or was changed by hand: {printable(_placed(str(error)))}") from None
+    refuse_impossible(result, name)
     return result
+
+
+def _placed(text: str) -> str:
+    """A decoder's message with the case and the iteration in words in front, where it has them."""
+    found = re.search(r"\$\.cases\[(\d+)\](?:\.samples\[(\d+)\])?", text)
+    if found is None:
+        return text
+    return f"case {found[1]}{f', iteration {found[2]}' if found[2] else ''}: {text}"
 
 
 def _content(path: Path) -> bytes:

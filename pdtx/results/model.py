@@ -5,12 +5,17 @@ History of the format, the field `version` (`format` is "pdtx-bench"):
 2  this one.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 RESULT_FORMAT = "pdtx-bench"
 RESULT_VERSION = 2
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+"""Held to when a file is read: nothing takes less than no time."""
+Taken = Annotated[float, msgspec.Meta(gt=0)]
 
 Op = Literal["push", "pull"]
 ModeName = Literal["auto", "direct", "staged"]
@@ -61,14 +66,14 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     one; ended: acknowledged. staged: packed on the way.
     """
 
-    link: int
+    link: Count
     request: int
     buffer: int
     layer_start: int
     layer_stop: int
     src_rank: int
     dst_rank: int
-    nbytes: int
+    nbytes: Count
     ready: float
     posted: float
     sent: float
@@ -85,16 +90,16 @@ class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
     has counted; deliveries: how often the receiver was given the whole, against posts: how often it was posted.
     """
 
-    link: int
+    link: Count
     begun: float
     ended: float
-    prepare_s: float
-    post_s: float
-    move_s: float
-    claimed_bytes: int
-    received_bytes: int
-    posts: int = 1
-    deliveries: int = 1
+    prepare_s: Seconds
+    post_s: Seconds
+    move_s: Seconds
+    claimed_bytes: Count
+    received_bytes: Count
+    posts: Count = 1
+    deliveries: Count = 1
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,11 +109,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     first_wrong: the first of them by coordinates. transfers: of all links, for timelines. error: why it did not end.
     """
 
-    iteration: int
+    iteration: Count
     warmup: bool
-    wall_s: float
+    wall_s: Seconds
     links: list[LinkSample]
-    wrong: int | None = None
+    wrong: Count | None = None
     first_wrong: str = ""
     transfers: list[Transfer] = []
     error: str | None = None
@@ -122,8 +127,8 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    nbytes: int
-    seconds: list[float]
+    nbytes: Count
+    seconds: list[Taken]
     detail: str = ""
     limits: bool = False
     missing: str = ""
@@ -136,14 +141,14 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     replicated heads send again. runs: contiguous on both sides; run_sizes: from bytes to how many runs have them.
     """
 
-    prefill: int
-    decode: int
+    prefill: Count
+    decode: Count
     path: dict[str, Any] = {}
-    wire_bytes: int = 0
-    unique_bytes: int = 0
-    runs: int = 0
-    run_sizes: dict[str, int] = {}
-    num_transfers: int = 0
+    wire_bytes: Count = 0
+    unique_bytes: Count = 0
+    runs: Count = 0
+    run_sizes: dict[str, Count] = {}
+    num_transfers: Count = 0
     modes: dict[str, int] = {}
     mode_reason: str = ""
 
@@ -151,10 +156,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that a node has made reachable for the network: how much, how often, and how long it took."""
 
-    node: int
-    nbytes: int
-    seconds: float
-    regions: int = 1
+    node: Count
+    nbytes: Count
+    seconds: Seconds
+    regions: Count = 1
 
 
 class CaseResult(msgspec.Struct, kw_only=True):

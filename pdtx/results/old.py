@@ -5,7 +5,18 @@ from typing import Any
 
 import msgspec
 
-from pdtx.results.model import Case, CaseResult, Link, LinkSample, NodeFacts, Registration, Result, Sample
+from pdtx.results.model import (
+    Case,
+    CaseResult,
+    Count,
+    Link,
+    LinkSample,
+    NodeFacts,
+    Registration,
+    Result,
+    Sample,
+    Seconds,
+)
 
 
 class _Row(msgspec.Struct):
@@ -13,12 +24,12 @@ class _Row(msgspec.Struct):
 
     request_id: str
     prompt_tokens: int
-    nbytes: int = 0
-    num_runs: int = 0
-    prepare_s: float = 0.0
-    post_s: float = 0.0
-    move_s: float = 0.0
-    wrong: int | None = None
+    nbytes: Count = 0
+    num_runs: Count = 0
+    prepare_s: Seconds = 0.0
+    post_s: Seconds = 0.0
+    move_s: Seconds = 0.0
+    wrong: Count | None = None
     transport: str = ""
     carried_by: str = ""
     emulated: bool = False
@@ -29,8 +40,8 @@ class _Row(msgspec.Struct):
 class _Registered(msgspec.Struct):
     """What a node has registered."""
 
-    registered_bytes: int = 0
-    registration_s: float = 0.0
+    registered_bytes: Count = 0
+    registration_s: Seconds = 0.0
 
 
 class _Old(msgspec.Struct):
@@ -48,8 +59,8 @@ class _Old(msgspec.Struct):
     block_size: int = 0
     tensor_parallel_size: int = 1
     path: dict[str, Any] | None = None
-    registered_bytes: int = 0
-    registration_s: float = 0.0
+    registered_bytes: Count = 0
+    registration_s: Seconds = 0.0
     registration: dict[str, _Registered] = {}
 
 

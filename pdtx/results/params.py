@@ -12,6 +12,8 @@ FIELDS = tuple(Case.__struct_fields__)
 AMOUNTS = frozenset({"model", "kv_cache_dtype", "layers", "tokens", "batch"})
 """What says how many bytes a case moves. Cases that differ in it are not the same measurement."""
 
+_ALL_IF_ZERO = frozenset({"depth", "layers_per_transfer"})
+
 
 def parameters(case: Case) -> dict[str, Any]:
     """Return a case's parameters as JSON has them."""
@@ -42,6 +44,8 @@ def shown(case: Case, name: str) -> str:
         return "recorded" if value is not None else "-"
     if name == "mean_run":
         return "all" if value == 0 else f"{value:g}"
+    if (name == "layers" and value is None) or (name in _ALL_IF_ZERO and value == 0):
+        return "all"
     if name == "layer_compute_s":
         return format_seconds(value) if value else "-"
     if isinstance(value, tuple):
@@ -50,6 +54,8 @@ def shown(case: Case, name: str) -> str:
         return "on" if value else "off"
     if isinstance(value, dict):
         return ",".join(f"{key}={one}" for key, one in value.items()) or "-"
+    if isinstance(value, int):
+        return f"{value:,}"
     return "-" if value is None else f"{value}"
 
 

@@ -149,7 +149,7 @@ def summarize(case: CaseResult) -> CaseSummary:
         yardsticks=yardsticks,
         transport=_transport(case.case.mover, transports),
         transports=transports,
-        wrong=sum(sample.wrong or 0 for sample in looked) if looked else None,
+        wrong=_wrong(looked) if looked else None,
         looked=len(looked),
         of_samples=len(ended),
         first_wrong=_first_wrong(looked),
@@ -237,6 +237,11 @@ def _transport(mover: str, transports: Sequence[str]) -> str:
     return mover if others in ("", mover) else f"{mover} over {others}"
 
 
+def _wrong(samples: Sequence[Sample]) -> int:
+    """Elements that are not right; nothing that is counted makes up for another's."""
+    return sum(abs(sample.wrong or 0) for sample in samples)
+
+
 def _first_wrong(looked: Sequence[Sample]) -> str:
     bad = next((sample for sample in looked if sample.wrong), None)
     if bad is None:
@@ -250,10 +255,27 @@ def _failures(case: CaseResult, ended: Sequence[Sample], count: int) -> list[str
     found += [f"iteration {sample.iteration}: {sample.error}" for sample in case.samples if sample.error is not None]
     if count < case.iterations and case.skipped is None:
         found.append(f"{count} of {case.iterations} iterations were measured")
-    if wrong := sum(sample.wrong or 0 for sample in ended):
+    if wrong := _wrong(ended):
         found.append(f"{wrong:,} wrong elements; the first in {_first_wrong(ended)}")
     found += _undelivered([link for sample in ended for link in sample.links])
-    return found
+    return found + _unplanned(case)
+
+
+def _unplanned(case: CaseResult) -> list[str]:
+    """Where a link's receiver or sender counts other bytes than were planned, or a link is missing in an iteration.
+
+    Nothing was planned where wire_bytes is 0: version 1 does not tell.
+    """
+    for sample in counted_samples(case):
+        moved = {link.link for link in sample.links}
+        if missing := [number for number in range(len(case.links)) if number not in moved]:
+            return [f"iteration {sample.iteration}: nothing is told of link {missing[0]}"]
+        for one in sample.links:
+            planned = case.links[one.link].wire_bytes if one.link < len(case.links) else 0
+            if planned and {one.received_bytes, one.claimed_bytes} != {planned}:
+                counted = f"{one.received_bytes:,} B received and {one.claimed_bytes:,} B claimed"
+                return [f"iteration {sample.iteration}, link {one.link}: {counted}; {planned:,} B were planned"]
+    return []
 
 
 def _undelivered(links: Sequence[LinkSample]) -> list[str]:
