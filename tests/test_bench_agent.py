@@ -125,6 +125,31 @@ def test_the_work_of_the_other_role_is_refused(remote: RemoteAgent) -> None:
         remote.start(calls.PREPARE, work).result(_soon())
 
 
+def test_a_mover_within_one_process_is_refused(remote: RemoteAgent, station: FakeStation) -> None:
+    work = StationWork(Case(mover="inproc"), "decode", range(1), 1, _WORK.links)
+    with pytest.raises(InputError, match="inproc works within one process"):
+        remote.start(calls.PREPARE, work).result(_soon())
+    assert not station.did("prepare")
+
+
+def test_references_share_what_an_agent_may_take(remote: RemoteAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[int | None]()
+
+    def refuse(*_: object, max_bytes: int | None = None, **__: object) -> None:
+        taken.append(max_bytes)
+        raise InputError("seen")
+
+    monkeypatch.setattr("pdtx.bench.agent_methods.ReferenceServer.open", refuse)
+    monkeypatch.setattr("pdtx.bench.agent_methods.ReferenceClient", refuse)
+    for method, body in (
+        (calls.OPEN_REFERENCE, calls.OpenReference("socket", 5)),
+        (calls.CONNECT_REFERENCE, calls.ConnectReference("memcpy", "", b"", 5, 1.0)),
+    ):
+        with pytest.raises(InputError, match="seen"):
+            remote.start(method, body).result(_soon())
+    assert taken == [MAX_BYTES // 3] * 2
+
+
 def test_clocks_are_read_while_the_station_is_at_work(remote: RemoteAgent, station: FakeStation) -> None:
     station.move_s = 1.0
     moving = remote.start(calls.MOVE, calls.MoveCall((0,), time.monotonic(), 5.0))
@@ -143,6 +168,33 @@ def test_a_second_driver_is_told_who_the_first_is(agent: Agent, remote: RemoteAg
     third = _connected_when_free(agent)
     assert station.released.is_set()
     third.close()
+
+
+def test_a_drivers_name_does_nothing_to_a_terminal(station: FakeStation) -> None:
+    names = list[str]()
+    with Agent(
+        station, "decode", "127.0.0.1:0", security=Security(), max_bytes=MAX_BYTES, on_driver=names.append
+    ) as agent:
+        dialer, heard = _raw(agent)
+        hello = calls.HelloCall(PROTOCOL_VERSION, pdtx.__version__, "me\n\x1b[31magent: error\u2028" + "x" * 500)
+        dialer.send(Call(call_id=1, method="hello", body=calls.pack(hello)))
+        assert isinstance(heard.get(timeout=_PATIENCE_S), Answer)
+        dialer.close(0.5)
+    assert names[0] == ("me  [31magent: error " + "x" * 500)[:200]
+
+
+def test_an_agents_error_does_nothing_to_a_terminal() -> None:
+    error = calls.error_of(Answer(call_id=1, error="a\n\x1b[31mb", kind="InputError"), "agent 0")
+    assert str(error) == "agent 0: a  [31mb"
+
+
+def test_a_silence_says_what_may_be_behind_it() -> None:
+    assert calls.cause_of("nothing heard for 20 s") == "nothing heard for 20 s; it was stopped, or a host is overloaded"
+    assert calls.cause_of("it closed\nthe connection") == "it closed the connection"
+
+
+def test_ten_seconds_of_silence_are_no_loss(agent: Agent, remote: RemoteAgent) -> None:
+    assert min(remote._dialer.silence_s, agent._listener.silence_s) == calls.SILENCE_S > 10.0
 
 
 def _connected_when_free(agent: Agent) -> RemoteAgent:

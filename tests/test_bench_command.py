@@ -18,7 +18,7 @@ from pdtx.cli.bench_agents import agent_counts
 from pdtx.cli.bench_flags import Flags
 from pdtx.cli.bench_rows import RowTable
 from pdtx.cli.common import run_app
-from pdtx.errors import InputError, PeerLost
+from pdtx.errors import InputError, PdtxError, PeerLost
 from pdtx.results.files import read_result_file
 from pdtx.results.model import Case, CaseResult, Link, LinkSample, NodeFacts, Reference, Sample
 
@@ -44,6 +44,7 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.current: CaseResult | None = None
+        self.failure: PdtxError | None = None
         self.max_bytes = 1 << 40
         self.asked = list[dict[str, Any]]()
         self.during: During = lambda fleet, result: None
@@ -131,7 +132,7 @@ class TestFlags:
         code, out, _ = run("--config", "run.yaml", "--batch", "7", "--print-config")
         lines = out.splitlines()
         assert code == 0
-        assert {"batch: '7'", "mover: ucx", "op: pull", "mode: auto"} <= set(lines)
+        assert {"batch: 7", "mover: ucx", "op: pull", "mode: auto"} <= set(lines)
 
     def test_what_is_printed_is_taken_again(self, run: Run) -> None:
         arguments = ("--bytes", "1MiB,2MiB", "--block-size", "16:32", "--mover-option", "streams=2", "--no-verify")
@@ -185,6 +186,10 @@ class TestFlags:
             (("--reference", "none,socket"), "says none and some"),
             (("--reference", "elephants"), "--reference takes auto"),
             (("--op", "shove"), "--op takes push, pull"),
+            (("--tokens", "1_6"), "--tokens takes whole numbers, not '1_6'"),
+            (("--tokens", "\u0661\u0666"), "--tokens takes whole numbers"),
+            (("--mean-run", "1_6"), "--mean-run takes a mean length"),
+            (("llama-3-8b",), "did you mean --model llama-3-8b?"),
         ],
     )
     def test_what_does_not_go_is_refused_before_anything_starts(
@@ -194,6 +199,20 @@ class TestFlags:
         assert code == 2
         assert said in err
         assert not fleet.asked
+        assert not list(Path().glob("results/*"))
+
+    @pytest.mark.parametrize("given", [("--block-size", "16:24"), ("--model", "nope"), ("--mover", "nope")])
+    def test_no_agent_is_started_for_a_sweep_of_which_nothing_can_be(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, given: tuple[str, str]
+    ) -> None:
+        def opened(_: Flags) -> Iterator[FakeFleet]:
+            pytest.fail("agents were started")
+
+        monkeypatch.setattr(bench_run, "open_fleet", opened)
+        code, out, err = run("--tokens", "16,32", *given)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
+        assert "nothing could be measured: " in err
         assert not list(Path().glob("results/*"))
 
     def test_agents_are_counted(self) -> None:
@@ -216,6 +235,23 @@ class TestRows:
         )
         assert "2 cases; 1 + 2 iterations each" in err
 
+    @pytest.mark.parametrize(
+        ("mode", "modes", "via"),
+        [
+            ("auto", {"staged": 8}, "tcp, staged"),
+            ("auto", {"direct": 6, "staged": 2}, "tcp, direct 6, staged 2"),
+            ("staged", {"staged": 8}, "tcp"),
+        ],
+    )
+    def test_what_was_chosen_is_told(
+        self, run: Run, fleet: FakeFleet, mode: str, modes: dict[str, int], via: str
+    ) -> None:
+        def choose(_: FakeFleet, result: CaseResult) -> None:
+            result.links[0].modes.update(modes)
+
+        fleet.during = choose
+        assert run("--tokens", "16", "--mode", mode)[1].endswith(f"  0  {via}\n")
+
     def test_gbits(self, run: Run) -> None:
         _, out, _ = run("--tokens", "16", "--gbits")
         assert "Gb/s per rank" in out
@@ -236,7 +272,7 @@ class TestRows:
                 case, iterations=1, warmup=0, verify=True, references=(), deadline=0.0, told=lambda _: None
             ))  # fmt: skip
             assert line.index("tcp") == heads.index("via")
-            assert line.startswith(f"{case.tokens} ")
+            assert line.startswith(f"{case.tokens:,} ")
 
     def test_a_skipped_case_says_why_and_the_others_are_measured(self, run: Run, fleet: FakeFleet) -> None:
         code, out, err = run("--tokens", "16", "--block-size", "16,16:24,16:32")
@@ -247,8 +283,9 @@ class TestRows:
 
     def test_what_agents_cannot_hold_is_skipped(self, run: Run, fleet: FakeFleet) -> None:
         fleet.max_bytes = 1 << 20
-        code, out, err = run("--tokens", "16,4096")
+        code, out, err = run("--tokens", "16,4096", "-o", "out.json")
         assert code == 2  # nothing is small enough for them
+        assert not Path("out.json").exists()
         assert "may take 1 MiB" in out
         assert "nothing could be measured" in err
 
@@ -287,6 +324,22 @@ class TestEnds:
         code, _, err = run("--tokens", "16", "-o", "out.json", "--force")
         assert (code, Path("out.json").read_text()) == (1, "mine")
         assert "lost decode agent 0" in err
+
+    @pytest.mark.parametrize(("failure", "code"), [(InputError("no UCX is installed"), 2), (PdtxError("stuck"), 1)])
+    def test_a_run_without_a_sample_leaves_no_file_and_ends_as_its_error_does(
+        self, run: Run, fleet: FakeFleet, failure: PdtxError, code: int
+    ) -> None:
+        def fail(_: FakeFleet, result: CaseResult) -> None:
+            result.samples.clear()
+            result.error, fleet.failure = str(failure), failure
+
+        fleet.during = fail
+        found, out, err = run("--tokens", "16", "-o", "out.json")
+        assert found == code
+        assert f"FAILED: {failure}" in out
+        assert f"1 of 1 case failed; first: {failure}" in err
+        assert "go on with" not in err
+        assert not Path("out.json").exists()
 
     def test_files_have_names_of_their_own_by_default(self, run: Run) -> None:
         for _ in range(3):

@@ -25,6 +25,7 @@ from pdtx.transports.base import Path
 from tests.fake_station import MAX_BYTES, NBYTES, FakeStation
 
 _PATIENCE_S = 30.0
+_SILENCE_S = 5.0
 
 
 class _Local:
@@ -48,7 +49,7 @@ class _Local:
 
 
 def _connect(prefill: Sequence[str], decode: Sequence[str]) -> Fleet:
-    return Fleet.connect(prefill, decode, security=Security(), timeout_s=_PATIENCE_S)
+    return Fleet.connect(prefill, decode, security=Security(), timeout_s=_PATIENCE_S, silence_s=_SILENCE_S)
 
 
 def _measure(fleet: Fleet, case: Case | None = None, **options: object) -> CaseResult:
@@ -247,6 +248,20 @@ def test_keys_are_one_or_one_each() -> None:
 def test_nobody_at_an_address(free_port: int) -> None:
     with pytest.raises(PeerUnreachable):
         Fleet.connect([f"127.0.0.1:{free_port}"], ["127.0.0.1:2"], security=Security(), timeout_s=0.3)
+
+
+def test_who_waits_for_an_agent_is_told_for_which(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdtx.bench.fleet._PATIENCE_S", 0.05)
+    told = list[str]()
+    with pytest.raises(PeerUnreachable):
+        Fleet.connect(
+            [f"127.0.0.1:{free_port}"], ["127.0.0.1:2"], security=Security(), timeout_s=1.0, waiting=told.append
+        )
+    assert len(told) > 1
+    assert set(told) == {f"waiting for prefill agent 0 at 127.0.0.1:{free_port}"}
+    before = len(told)
+    time.sleep(0.2)
+    assert len(told) == before
 
 
 @pytest.fixture

@@ -99,6 +99,31 @@ def test_memcpy_lays_out_no_more_runs_than_it_can_tell(monkeypatch: pytest.Monke
     assert copier.round() > 0
 
 
+def _held(memory: Rotating) -> int:
+    return memory._memory.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("run_sizes", [{1: 2**62}, {1: 2**40, 2**30: 2**30}, {2**62: 1}, {1 << 16: 5}])
+def test_memcpy_takes_no_more_than_it_may_and_gives_it_back(run_sizes: dict[int, int]) -> None:
+    most, alignment = 8 << 20, 2 << 20
+    copier = Memcpy(1 << 30, run_sizes, most)
+    memories = copier._from, copier._to
+    tables = copier._sizes.nbytes + copier._src.nbytes + copier._dst.nbytes
+    assert sum(map(_held, memories)) + tables <= most + 2 * alignment
+    copier.close()
+    assert sum(map(_held, memories)) + copier._sizes.nbytes + copier._src.nbytes + copier._dst.nbytes == 0
+
+
+def test_a_socket_takes_no_more_than_it_may_and_gives_it_back() -> None:
+    server = ReferenceServer.open("socket", "127.0.0.1", 1 << 30, max_bytes=4 << 20)
+    client = ReferenceClient("socket", server.address, server.token, 1 << 30, max_bytes=1 << 20)
+    buffers = [side._buffer for side in (server._server, client._client)]  # type: ignore[union-attr]
+    assert [len(buffer._memory) for buffer in buffers] == [4 << 20, 1 << 20]
+    client.close()
+    server.close()
+    assert sum(map(_held, buffers)) == 0
+
+
 def test_rounds_take_turns_over_more_than_caches_hold() -> None:
     memory = Rotating(COLD_BYTES // 4)
     parts = [[piece.data_ptr() for piece in memory.pieces()] for _ in range(5)]

@@ -461,6 +461,60 @@ def test_a_case_that_cannot_be_is_refused_in_one_line(changes: dict[str, Any], t
         assert station._prepared is None
 
 
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("case", "work", "text"),
+    [
+        ({"tokens": 10**9}, {}, "tokens is 1,000,000,000; needs 1 to 67,108,864"),
+        ({"tokens": 1 << 26, "block_size": (1, 1)}, {}, "--max-bytes allows 512 MiB"),
+        ({"block_size": (16, 1 << 40)}, {}, "block_size is 1,099,511,627,776"),
+        ({"block_size": (16, 0)}, {}, "block_size is 0"),
+        ({"tp": (1, HUGE)}, {"ranks": range(HUGE)}, "tp is 2,147,483,647"),
+        ({}, {"ranks": range(HUGE)}, r"ranks 0\.\.2147483647, of 1"),
+        ({}, {"ranks": range(0)}, r"ranks 0\.\.0, of 1"),
+        ({"tp": (1, 2)}, {"ranks": range(1)}, r"needs decode ranks 0\.\.2, and 0\.\.1 are here"),
+        ({}, {"links": (LinkWork(0, range(1), range(HUGE), range(1)),)}, r"ranks 0\.\.2147483647, of 1"),
+        ({}, {"links": (LinkWork(0, range(HUGE), range(1), range(1)),)}, r"requests 0\.\.2147483647, of 2"),
+        ({}, {"links": ()}, "links is 0"),
+        ({}, {"links": (whole(SMALL), whole(SMALL))}, "one number"),
+        ({}, {"pool_requests": 10**8}, "pool_requests is 100,000,000"),
+        ({}, {"pool_requests": 1 << 20}, "--max-bytes allows 512 MiB"),
+        ({"tokens": 1, "batch": 1 << 20}, {"pool_requests": 1 << 20}, "transfers in an iteration"),
+        ({"model": "gemma-2-9b", "tokens": 1 << 24, "layers": 1}, {"pool_requests": 8}, "block tables of this case"),
+        (
+            {
+                "block_tables": [
+                    ([at + 1, at + 2, at + 3, at + 4, 2**62 + at], [*range(at + 1, at + 6)]) for at in (0, 5)
+                ]
+            },
+            {},
+            "ids end at",
+        ),
+        ({"layer_compute_s": float("nan")}, {}, "layer_compute_s is nan"),
+        ({"layer_compute_s": float("inf")}, {}, "layer_compute_s is inf"),
+        ({"layer_compute_s": -1.0}, {}, "layer_compute_s is -1"),
+        ({"mean_run": float("nan")}, {}, "not nan"),
+        ({"depth": -1}, {}, "depth is -1"),
+        ({"streams": 10**6}, {}, "streams is 1,000,000"),
+    ],
+)
+def test_numbers_without_bounds_are_refused_before_anything_is_made(
+    case: dict[str, Any], work: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("made")
+
+    monkeypatch.setattr("pdtx.bench.station_memory.allocate", refuse)
+    monkeypatch.setattr("pdtx.bench.station_caches.block_ids", refuse)
+    limit = 1 << 40 if "transfers" in text else ROOM
+    small = change(SMALL, **case)
+    full: dict[str, Any] = {"ranks": range(small.tp[1]), "pool_requests": 2, "links": (whole(small),)} | work
+    with Station(max_bytes=limit) as station, pytest.raises(InputError, match=text):
+        station.prepare(StationWork(small, "decode", **full), "127.0.0.1")
+
+
 def test_nothing_is_allocated_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("allocated")

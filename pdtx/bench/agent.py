@@ -54,6 +54,7 @@ class Agent:
     The driver's calls are carried out in order by one thread; clocks are read, and a stranger is answered, at once, for
     a call can take long. When the driver goes, or is lost, what was made for it is released before the next one's hello
     is answered. on_driver(name): called when a driver comes, with its name, and goes, with "".
+    max_bytes: that the station's caches may take, and the references of a case as much again.
     address: where the agent listens. Owns the station: close() closes it.
     Raises InputError and AddressInUse as Listener does.
     """
@@ -67,11 +68,11 @@ class Agent:
         security: Security,
         max_bytes: int,
         advertise: str | None = None,
-        silence_s: float = 5.0,
+        silence_s: float = calls.SILENCE_S,
         on_driver: Callable[[str], None] = lambda _: None,
     ) -> None:
         host = data_host(listen, advertise, security)
-        self._station, self._methods = station, AgentMethods(station, role, host)
+        self._station, self._methods = station, AgentMethods(station, role, host, max_bytes)
         self._facts = calls.AgentFacts(role, platform.node(), boot_id(), dict(machine_facts()), max_bytes)
         self._on_driver = on_driver
         self._lock = threading.Lock()
@@ -148,7 +149,7 @@ class Agent:
         try:
             hello = calls.unpack(call.body, calls.HelloCall)
             calls.check_hello(hello, pdtx.__version__)
-            self._admit(peer, hello.driver[:200])
+            self._admit(peer, calls.printable(hello.driver[:200]))
         except PdtxError as error:
             self._send(peer, calls.failed(call.call_id, error))
             return
@@ -168,7 +169,7 @@ class Agent:
             if self._driver is None or self._driver[0] != peer:
                 return
             name, self._driver = self._driver[1], None
-        logger.info("%s is gone: %s", name, reason)
+        logger.info("%s is gone: %s", name, calls.cause_of(reason))
         self._methods.stop(f"{name} is gone")
         self._work.put(self._release)
         self._on_driver("")

@@ -16,6 +16,10 @@ MAX_WAIT_S = 3600.0
 """Longest that an agent waits for anything on its driver's word."""
 
 
+_MOST_WITH_MEMORY = 3
+"""References that hold memory at one agent: both sides of a socket, and memcpy."""
+
+
 class AnyStation(Protocol):
     """What an agent needs of a station, see pdtx.bench.station.Station."""
 
@@ -48,10 +52,14 @@ class AnyStation(Protocol):
 
 
 class AgentMethods:
-    """Carries out calls, one at a time. role: of the station. host: where its data connections are reached."""
+    """Carries out calls, one at a time.
 
-    def __init__(self, station: AnyStation, role: Role, host: str) -> None:
+    role: of the station. host: where its data connections are reached. max_bytes: that all references may take.
+    """
+
+    def __init__(self, station: AnyStation, role: Role, host: str, max_bytes: int) -> None:
         self._station, self._role, self._host = station, role, host
+        self._reference_bytes = max(1, max_bytes // _MOST_WITH_MEMORY)
         self._servers: dict[str, ReferenceServer] = {}
         self._clients: dict[str, ReferenceClient] = {}
         self._table: dict[str, tuple[calls.Method, Callable[[Any], object]]] = {
@@ -101,6 +109,10 @@ class AgentMethods:
     def _prepare(self, work: StationWork) -> Prepared:
         if work.role != self._role:
             raise InputError(f"this agent is a {self._role} agent and was given the work of a {work.role} agent")
+        if work.case.mover == "inproc":
+            raise InputError(
+                "the mover inproc works within one process, and agents are processes of their own; use shm"
+            )
         return self._station.prepare(work, self._host)
 
     def _connect(self, call: calls.ConnectCall) -> Path:
@@ -124,7 +136,9 @@ class AgentMethods:
         old = self._servers.pop(call.name, None)
         if old is not None:
             old.close()
-        server = self._servers[call.name] = ReferenceServer.open(call.name, self._host, call.nbytes)
+        server = self._servers[call.name] = ReferenceServer.open(
+            call.name, self._host, call.nbytes, max_bytes=self._reference_bytes
+        )
         return calls.ReferenceOpened(server.address, server.token, server.detail)
 
     def _connect_reference(self, call: calls.ConnectReference) -> calls.Nothing:
@@ -138,6 +152,7 @@ class AgentMethods:
             call.nbytes,
             timeout_s=_wait(call.timeout_s),
             run_sizes=call.run_sizes,
+            max_bytes=self._reference_bytes,
         )
         return calls.Nothing()
 

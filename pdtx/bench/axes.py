@@ -11,6 +11,9 @@ T = TypeVar("T")
 Pair = tuple[T, T]
 
 _MOST_VALUES = 10_000
+# Python's own words for numbers have underscores and digits of all scripts too.
+_WHOLE = re.compile(r"[+-]?[0-9]{1,20}")
+_DECIMAL = re.compile(r"[0-9]{1,20}(\.[0-9]*)?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(us|ms|s|)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
@@ -50,10 +53,9 @@ def whole(least: int, most: int = 1 << 40) -> Callable[[str, str], int]:
     """Return what reads a whole number within bounds. Raises InputError for others."""
 
     def read(flag: str, text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise InputError(f"--{flag} takes whole numbers, not {text!r}") from None
+        if not _WHOLE.fullmatch(text):
+            raise InputError(f"--{flag} takes whole numbers, not {text!r}")
+        number = int(text)
         if not least <= number <= most:
             raise InputError(f"--{flag} takes numbers from {least:,} to {most:,}, not {number:,}")
         return number
@@ -77,10 +79,7 @@ def mean_run(flag: str, text: str) -> float:
     """Return a mean length of pieces; 0 for 'all'."""
     if text == "all":
         return 0.0
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
+    number = float(text) if _DECIMAL.fullmatch(text) else -1.0
     if not 1 <= number < 1 << 31:
         raise InputError(f"--{flag} takes a mean length of 1 or more blocks, or 'all', not {text!r}")
     return number

@@ -22,6 +22,12 @@ _MAX_MAP = 1 << 16
 
 _MAX_ERROR = 4000
 
+SILENCE_S = 20.0
+"""Longest that a driver and an agent hear nothing of each other: less would end runs on hosts that are overloaded.
+
+One that is killed is noticed at once, for its connection ends.
+"""
+
 
 @dataclass(frozen=True)
 class Nothing:
@@ -226,13 +232,24 @@ def error_of(answer: Answer, agent: str) -> PdtxError:
 
     An error of a peer is one between agents and not of the driver with this agent.
     """
-    text = f"{agent}: {answer.error}"
+    text = f"{agent}: {printable(answer.error)}"
     cls = getattr(pdtx.errors, answer.kind, PdtxError)
     known = isinstance(cls, type) and issubclass(cls, PdtxError)
     # Made without its own __init__, which may want more than a text.
     error = cls.__new__(cls, text) if known and not issubclass(cls, PeerError) else PdtxError(text)
     Exception.__init__(error, text)
     return error
+
+
+def printable(text: str) -> str:
+    """Return a peer's text fit for terminals and logs: one line, nothing that a terminal acts upon."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def cause_of(reason: str) -> str:
+    """Return why the other side counts as lost, with what may be behind it where it was merely silent."""
+    text = printable(reason)
+    return f"{text}; it was stopped, or a host is overloaded" if "nothing heard" in text else text
 
 
 def check_hello(hello: HelloCall, version: str) -> None:

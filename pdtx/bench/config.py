@@ -1,5 +1,6 @@
 """A run's flags out of a YAML file: its keys are the long flags, and its values what would stand behind them."""
 
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib import resources
@@ -11,6 +12,7 @@ from pdtx.errors import InputError
 
 _SCENARIOS = resources.files("pdtx.bench") / "scenarios"
 _MOST_BYTES = 1 << 20
+_NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?")
 _SUFFIX = ".yaml"
 
 Value = str | list[str]
@@ -55,7 +57,22 @@ def read_config(source: str, flags: Collection[str], repeated: Collection[str] =
 
 def dump_config(values: Mapping[str, object]) -> str:
     """Return flags as YAML that read_config takes."""
-    return yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False, allow_unicode=True)
+    return yaml.safe_dump(
+        {key: _number(value) for key, value in values.items()},
+        sort_keys=False,
+        default_flow_style=False,
+        allow_unicode=True,
+    )
+
+
+def _number(value: object) -> object:
+    """Return a text that is a number as one, alone or in a list, where reading it back gives the same text."""
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        number = float(value) if "." in value else int(value)
+        return number if str(number) == value else value
+    return value
 
 
 def _text(source: str) -> tuple[str, str]:

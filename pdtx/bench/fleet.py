@@ -1,7 +1,9 @@
 """The driver's side: agents that work together, and cases measured with them."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,6 +17,10 @@ from pdtx.results.model import Case, CaseResult, NodeFacts
 from pdtx.sidechannel import Security
 
 __all__ = ["Fleet", "Progress", "Target"]
+
+
+_PATIENCE_S = 3.0
+"""Until somebody is told that an agent has not answered yet, and again each time."""
 
 
 @dataclass(frozen=True)
@@ -31,29 +37,52 @@ class Fleet:
 
     current: the result of the case under way, with what has been measured so far; for who is interrupted, and after a
     lost agent. None between cases.
+    failure: what the case that failed last failed with.
     """
 
-    def __init__(self, targets: Sequence[Target], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        *,
+        timeout_s: float,
+        silence_s: float = calls.SILENCE_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Connect to all; as connect() does."""
         self.current: CaseResult | None = None
+        self.failure: PdtxError | None = None
         self._broken: PdtxError | None = None
         self._agents: dict[tuple[Role, int], RemoteAgent] = {}
         deadline = time.monotonic() + timeout_s
         try:
             for target in sorted(targets, key=lambda target: target.role != "prefill"):
                 rank = sum(role == target.role for role, _ in self._agents)
-                remote = RemoteAgent(target.address, target.role, rank, target.security, on_lost=self._on_lost)
+                remote = RemoteAgent(
+                    target.address, target.role, rank, target.security, on_lost=self._on_lost, silence_s=silence_s
+                )
                 self._agents[target.role, rank] = remote
-                remote.connect(deadline)
+                with _told_again(waiting, f"waiting for {remote.name}"):
+                    remote.connect(deadline)
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def connect(cls, prefill: Sequence[str], decode: Sequence[str], *, security: Security, timeout_s: float) -> Self:
+    def connect(
+        cls,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        *,
+        security: Security,
+        timeout_s: float,
+        silence_s: float = calls.SILENCE_S,
+        waiting: Callable[[str], None] = lambda _: None,
+    ) -> Self:
         """Connect to agents at HOST:PORT, say hello and read their clocks, all within timeout_s.
 
         security: peer_public is one key that all agents have, or one for each: of prefill agents first, in order.
+        silence_s: after which an agent that says nothing counts as lost. waiting: hears every few seconds, from a
+        thread of its own, which agent has not answered yet.
         Raises PeerUnreachable, AuthenticationFailed, PeerLost, DeadlineExceeded; InputError for an agent of the other
         role, of another version or at work for another driver, keys that are too few, no agents.
         """
@@ -69,7 +98,7 @@ class Fleet:
             )
             for at, (role, address) in enumerate(addresses)
         ]
-        return cls(targets, timeout_s=timeout_s)
+        return cls(targets, timeout_s=timeout_s, silence_s=silence_s, waiting=waiting)
 
     def __enter__(self) -> Self:
         return self
@@ -128,6 +157,7 @@ class Fleet:
             result.error = str(error)
             raise
         except PdtxError as error:
+            self.failure = error
             result.error = str(error)
         self._release()
         self.current = None
@@ -155,3 +185,21 @@ class Fleet:
         """Say goodbye to all; they end what is under way and wait for the next driver. Idempotent."""
         for remote in self._agents.values():
             remote.close()
+
+
+@contextlib.contextmanager
+def _told_again(tell: Callable[[str], None], text: str) -> Iterator[None]:
+    """Tell a text every few seconds while what is within takes its time."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(_PATIENCE_S):
+            tell(text)
+
+    thread = threading.Thread(target=run, name="pdtx-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

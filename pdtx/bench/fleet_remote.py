@@ -70,7 +70,7 @@ class RemoteAgent:
         security: Security,
         *,
         on_lost: Callable[[PdtxError], None] = lambda _: None,
-        silence_s: float = 5.0,
+        silence_s: float = calls.SILENCE_S,
     ) -> None:
         self.address, self.role, self.rank = address, role, rank
         self._tell_loss, self._clock_read_at = on_lost, 0.0
@@ -151,7 +151,7 @@ class RemoteAgent:
             self.give_up(InputError(f"{self.name} refuses to be driven: {message.field}; {message.advice}"))
 
     def _on_lost(self, reason: str) -> None:
-        error = PeerLost(f"lost {self.name}: {reason}")
+        error = PeerLost(f"lost {self.name}: {calls.cause_of(reason)}")
         self.give_up(error)
         self._tell_loss(error)
 

@@ -34,11 +34,16 @@ def block_ids(num_blocks_pool: int, counts: Sequence[int], mean_run: float, seed
     return list(np.split(ids, np.cumsum(counts)[:-1]))
 
 
+def check_mean_run(mean_run: float) -> None:
+    """Raise InputError for a mean run that no tables can have."""
+    if not (mean_run == ONE_PIECE or 1 <= mean_run < _MOST_BLOCKS):
+        raise InputError(f"a mean run of block ids is 0 (all in one piece) or 1 and more, not {mean_run:g}")
+
+
 def _checked_total(num_blocks_pool: int, counts: Sequence[int], mean_run: float) -> int:
     if any(count < 0 for count in counts):
         raise InputError(f"a table has no fewer than 0 blocks, not {min(counts)}")
-    if not (mean_run == ONE_PIECE or 1 <= mean_run < _MOST_BLOCKS):
-        raise InputError(f"a mean run of block ids is 0 (all in one piece) or 1 and more, not {mean_run:g}")
+    check_mean_run(mean_run)
     total = sum(counts)
     if not total < num_blocks_pool <= _MOST_BLOCKS:
         raise InputError(

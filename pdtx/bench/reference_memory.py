@@ -20,10 +20,16 @@ class Rotating:
     piece_bytes: of all pieces but the last one of a round.
     """
 
-    def __init__(self, nbytes: int, most_bytes: int | None = None) -> None:
-        """most_bytes: of a piece; MOST_BYTES where None. Raises InputError if the memory cannot be had."""
-        self._nbytes, self.piece_bytes = nbytes, min(nbytes, MOST_BYTES, most_bytes or MOST_BYTES)
-        self._places = max(1, ceil_div(COLD_BYTES, self.piece_bytes))
+    def __init__(self, nbytes: int, most_bytes: int | None = None, max_bytes: int | None = None) -> None:
+        """most_bytes: of a piece; MOST_BYTES where None. max_bytes: of all of them; as many as are cold where None.
+
+        Raises InputError if the memory cannot be had.
+        """
+        room = MOST_BYTES if max_bytes is None else max(1, max_bytes)
+        self._nbytes, self.piece_bytes = nbytes, min(nbytes, MOST_BYTES, most_bytes or MOST_BYTES, room)
+        self._places = ceil_div(COLD_BYTES, self.piece_bytes)
+        if max_bytes is not None:
+            self._places = min(self._places, room // self.piece_bytes)
         self._memory, self._turn = allocate(self._places * self.piece_bytes, torch.device("cpu")), 0
         self._memory.fill_(1)  # a page that nobody has written to is no memory yet
 
@@ -33,6 +39,10 @@ class Rotating:
             first = self._turn * self.piece_bytes
             self._turn = (self._turn + 1) % self._places
             yield self._memory[first : first + min(self.piece_bytes, self._nbytes - done)]
+
+    def free(self) -> None:
+        """Give the memory back; there are no more rounds. Idempotent."""
+        self._memory = self._memory[:0].clone()
 
     def views(self) -> Iterator[memoryview]:
         """Yield the pieces of a round, for system calls."""

@@ -26,11 +26,11 @@ _ROUND_S = 600.0
 class SocketReceiver:
     """Takes rounds of nbytes from whoever knows the token, and answers each with a byte."""
 
-    def __init__(self, host: str, nbytes: int) -> None:
-        """Listen at host. Raises AddressInUse, InputError if the memory cannot be had."""
+    def __init__(self, host: str, nbytes: int, max_bytes: int | None = None) -> None:
+        """Listen at host. max_bytes: of memory. Raises AddressInUse, InputError if the memory cannot be had."""
         self.token = secrets.token_bytes(32)
         self.detail = f"sendall/recv_into of {nbytes:,} bytes"
-        self._buffer = Rotating(nbytes)
+        self._buffer = Rotating(nbytes, max_bytes=max_bytes)
         sock, self.address = bind_tcp(join_address(host, 0))
         self._listener = Listener(
             sock, self.address, "reference", lambda wire: _Serving(wire, self.token, self._buffer)
@@ -39,6 +39,7 @@ class SocketReceiver:
     def close(self) -> None:
         """Stop serving. Idempotent."""
         self._listener.close()
+        self._buffer.free()
 
 
 class _Serving:
@@ -81,10 +82,10 @@ class _Serving:
 class SocketSender:
     """Sends rounds. A round ends with the byte that confirms the last one."""
 
-    def __init__(self, address: str, token: bytes, nbytes: int, timeout_s: float) -> None:
-        """Connect. Raises PeerUnreachable, AuthenticationFailed, DeadlineExceeded, InputError."""
+    def __init__(self, address: str, token: bytes, nbytes: int, timeout_s: float, max_bytes: int | None = None) -> None:
+        """Connect. max_bytes: of memory. Raises PeerUnreachable, AuthenticationFailed, DeadlineExceeded, InputError."""
         self.detail, self._timeout_s = f"sendall/recv_into of {nbytes:,} bytes", timeout_s
-        self._buffer = Rotating(nbytes)
+        self._buffer = Rotating(nbytes, max_bytes=max_bytes)
         deadline = time.monotonic() + timeout_s
         self._wire = wire_to(dial_tcp(address, deadline), address)
         try:
@@ -107,6 +108,7 @@ class SocketSender:
         """Close the connection. Idempotent."""
         self._socket.close()
         self._wire.close()
+        self._buffer.free()
 
 
 def send(sock: socket.socket, view: memoryview, peer: str, deadline: float, phase: str) -> None:

@@ -43,15 +43,15 @@ class ReferenceServer:
         self.address, self.token, self.detail = server.address, server.token, server.detail
 
     @classmethod
-    def open(cls, name: str, host: str, nbytes: int) -> "ReferenceServer":
-        """Make the server of a reference, one of REFERENCE_NAMES, at any free port of host.
+    def open(cls, name: str, host: str, nbytes: int, *, max_bytes: int | None = None) -> "ReferenceServer":
+        """Make the server of a reference, one of REFERENCE_NAMES, at any free port of host. max_bytes: of its memory.
 
         Raises InputError, saying why, for one that cannot be had here, AddressInUse.
         """
         _check(name, nbytes)
         makers: dict[str, Callable[[], _Server]] = {
             "memcpy": _NoServer,
-            "socket": lambda: SocketReceiver(host, nbytes),
+            "socket": lambda: SocketReceiver(host, nbytes, max_bytes),
             "ucx_perftest": lambda: UcxServer(host),
         }
         return cls(makers[name]())
@@ -79,15 +79,16 @@ class ReferenceClient:
         *,
         timeout_s: float = 60.0,
         run_sizes: Mapping[int, int] | None = None,
+        max_bytes: int | None = None,
     ) -> None:
-        """Connect. run_sizes: from bytes to how many runs of the case have them, for memcpy.
+        """Connect. run_sizes: from bytes to how many runs of the case have them, for memcpy. max_bytes: of its memory.
 
         Raises InputError, saying why, for a reference that cannot be had here; PeerError, DeadlineExceeded.
         """
         _check(name, nbytes)
         makers: dict[str, Callable[[], _Client]] = {
-            "memcpy": lambda: Memcpy(nbytes, run_sizes),
-            "socket": lambda: SocketSender(address, token, nbytes, timeout_s),
+            "memcpy": lambda: Memcpy(nbytes, run_sizes, max_bytes),
+            "socket": lambda: SocketSender(address, token, nbytes, timeout_s, max_bytes),
             "ucx_perftest": lambda: UcxSide(address, nbytes, timeout_s),
         }
         self._client = makers[name]()

@@ -7,8 +7,9 @@ from typing import Self
 
 from pdtx.address import join_address
 from pdtx.bench.contents import Found
+from pdtx.bench.station_bounds import check_size, check_work
 from pdtx.bench.station_caches import CaseShape, case_shape
-from pdtx.bench.station_contents import CaseCaches
+from pdtx.bench.station_contents import CaseCaches, region_sizes
 from pdtx.bench.station_links import PostingLink, move_all
 from pdtx.bench.station_memory import StationMemory
 from pdtx.bench.station_pieces import Piece, Planner, link_facts, pieces_of
@@ -47,11 +48,11 @@ class Station:
         AddressInUse, TransferError for memory that cannot be registered.
         """
         self.release()
+        check_work(work)
         shape = case_shape(work.case, work.pool_requests)
+        self._memory.require(region_sizes(work, shape))
+        check_size(work, shape, self._memory.max_bytes)
         pieces = {link.number: pieces_of(shape, link) for link in work.links}
-        if len(pieces) < len(work.links):
-            raise InputError("two links of a case have one number")
-        _check_ranks(work)
         caches = CaseCaches(work, shape, pieces, self._memory)
         mover = _make_mover(work.case)
         try:
@@ -127,14 +128,6 @@ class Station:
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
-
-
-def _check_ranks(work: StationWork) -> None:
-    """Raise InputError for a link of which this station does not keep the memory."""
-    for link in work.links:
-        needed = link.prefill_ranks if work.role == "prefill" else link.decode_ranks
-        if not set(needed) <= set(work.ranks):
-            raise InputError(f"link {link.number} needs {work.role} ranks {list(needed)}, of {list(work.ranks)} here")
 
 
 def _make_mover(case: Case) -> Mover:

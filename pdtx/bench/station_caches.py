@@ -2,8 +2,10 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ _SPARE = 4
 
 _LEAST_SPARE = 4
 
+_MOST_BLOCK_ID = (1 << 31) - 1
+
 
 @dataclass(frozen=True)
 class CaseModel:
@@ -53,10 +57,44 @@ class CaseModel:
 
 @dataclass(frozen=True)
 class CaseSide:
-    """One side of a case. tables: of each group, of each request, the null block before what is needed."""
+    """One side of a case. pools: of each group."""
 
     facts: CacheFacts
-    tables: tuple[tuple[Int64s, ...], ...]
+    pools: tuple["CasePool", ...]
+
+    @cached_property
+    def tables(self) -> tuple[tuple[Int64s, ...], ...]:
+        """Of each group, of each request, the null block before what is needed. Made when first asked for."""
+        return tuple(pool.tables() for pool in self.pools)
+
+    @property
+    def table_entries(self) -> int:
+        """Entries of all tables together."""
+        return sum(pool.requests * pool.places.stop for pool in self.pools)
+
+
+@dataclass(frozen=True)
+class CasePool:
+    """Blocks of a group, and which of them each request has.
+
+    num_blocks: of the pool. places: in a request's table, of the blocks that it needs. recorded: tables, if they are.
+    """
+
+    num_blocks: int
+    requests: int
+    places: range
+    mean_run: float
+    seed: int
+    recorded: tuple[Int64s, ...] | None = None
+
+    def tables(self) -> tuple[Int64s, ...]:
+        """Return a table for each request."""
+        if self.recorded is not None:
+            return self.recorded
+        before = np.full(self.places.start, NULL_BLOCK, np.int64)
+        counts = [len(self.places)] * self.requests
+        found = block_ids(self.num_blocks, counts, self.mean_run, self.seed)
+        return tuple(np.concatenate((before, ids)) for ids in found)
 
 
 @dataclass(frozen=True)
@@ -153,32 +191,29 @@ def _side(case: Case, role: Role, model: CaseModel, pool_requests: int) -> CaseS
     layers = model.layers[role]
     groups = _groups(layers)
     positions = _positions(groups, case.tokens, model.encoder_positions)
-    tables, pools = list[tuple[Int64s, ...]](), dict[str, int]()
-    for (name, spec), needed in zip(groups.items(), positions, strict=True):
-        found, pools[name] = _tables(case, role, name, spec, needed, pool_requests)
-        tables.append(found)
+    pools = {
+        name: _pool(case, role, name, spec, needed, pool_requests)
+        for (name, spec), needed in zip(groups.items(), positions, strict=True)
+    }
+    sizes = {name: pool.num_blocks for name, pool in pools.items()}
     try:
-        facts = facts_of(_describe(case, role, layers, groups, pools, model), whose=f"the {role} side's")
+        facts = facts_of(_describe(case, role, layers, groups, sizes, model), whose=f"the {role} side's")
     except ProtocolError as error:
         raise InputError(str(error)) from None
-    return CaseSide(facts, tuple(tables))
+    return CaseSide(facts, tuple(pools.values()))
 
 
-def _tables(
-    case: Case, role: Role, group: str, spec: KVCacheSpec, needed: range, requests: int
-) -> tuple[tuple[Int64s, ...], int]:
-    """Return a table for each request, and the number of blocks in their pool."""
+def _pool(case: Case, role: Role, group: str, spec: KVCacheSpec, needed: range, requests: int) -> CasePool:
+    """Return what is known of a group's blocks before any table is made."""
     size = _block_size(spec)
     first, stop = needed.start // size, ceil_div(needed.stop, size)
+    places, seed = range(first, max(first, stop)), _seed(case.seed, role, group)
     by_tokens = not isinstance(spec, MambaSpec | CrossAttentionSpec)
     if case.block_tables is not None and by_tokens:
-        return _recorded(case, role, range(first, stop), requests)
-    count = max(0, stop - first)
-    used = count * requests
-    pool = 1 + used + max(_LEAST_SPARE, used // _SPARE)
-    before = np.full(first, NULL_BLOCK, np.int64)
-    found = block_ids(pool, [count] * requests, case.mean_run, _seed(case.seed, role, group))
-    return tuple(np.concatenate((before, ids)) for ids in found), pool
+        recorded, num_blocks = _recorded(case, role, places, requests)
+        return CasePool(num_blocks, requests, places, case.mean_run, seed, recorded)
+    used = len(places) * requests
+    return CasePool(1 + used + max(_LEAST_SPARE, used // _SPARE), requests, places, case.mean_run, seed)
 
 
 def _seed(seed: int, role: Role, group: str) -> int:
@@ -199,8 +234,11 @@ def _recorded(case: Case, role: Role, places: range, requests: int) -> tuple[tup
     used = [block for table in recorded for block in table[places.start : places.stop]]
     if min(used, default=1) <= NULL_BLOCK:
         raise InputError(f"a block table of the {role} side names block {min(used)}; ids begin at 1")
+    last = max(max(table[: places.stop], default=0) for table in recorded)
+    if last > _MOST_BLOCK_ID:
+        raise InputError(f"a block table of the {role} side names block {last:,}; ids end at {_MOST_BLOCK_ID:,}")
     if len(set(used)) < len(used):
-        twice = next(block for block in used if used.count(block) > 1)
+        twice = Counter(used).most_common(1)[0][0]
         raise InputError(f"block tables of the {role} side name block {twice} twice; what is moved has one place")
     tables = tuple(np.asarray(table[: places.stop], np.int64) for table in recorded)
     return tables, max(used, default=0) + 1 + _LEAST_SPARE

@@ -47,7 +47,7 @@ class CaseCaches:
     def _open(self, memory: StationMemory) -> None:
         at = [(match, rank) for match in self._shape.match.buffers for rank in self._work.ranks]
         layouts = [self._facts(match).layout for match, _ in at]
-        regions = memory.cut([one.size_bytes for one in layouts], shared=self._work.case.mover == _SHARED)
+        regions = memory.cut(region_sizes(self._work, self._shape), shared=self._work.case.mover == _SHARED)
         for (match, rank), layout, region in zip(at, layouts, regions, strict=True):
             first, heads = first_head(self._shape, match, self._work.role, rank)
             layers = range(len(match.consumer.layer_names))
@@ -64,7 +64,7 @@ class CaseCaches:
             )
 
     def _facts(self, match: BufferMatch) -> BufferFacts:
-        return match.producer if self._writes else match.consumer
+        return _facts(match, self._work)
 
     # -- where things are ----------------------------------------------------------------------------------------------
 
@@ -144,6 +144,15 @@ class CaseCaches:
     def _by(self, iteration: int, request: int) -> Written:
         # Without verification all iterations move the same.
         return Written(self._work.case.seed, iteration if self._work.verify else 0, request)
+
+
+def region_sizes(work: StationWork, shape: CaseShape) -> list[int]:
+    """Return the bytes of each region that a station keeps: of every buffer, of every rank."""
+    return [_facts(match, work).layout.size_bytes for match in shape.match.buffers for _ in work.ranks]
+
+
+def _facts(match: BufferMatch, work: StationWork) -> BufferFacts:
+    return match.producer if work.role == "prefill" else match.consumer
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -30,20 +31,22 @@ class StationMemory:
         shared: where other processes of this host can be let map them.
         Raises InputError, before anything is allocated, if they come to more than max_bytes.
         """
-        starts, total = list[int](), 0
-        for size in sizes:
-            starts.append(total)
-            total += round_up(size, HUGE_PAGE_BYTES)
-        if total > self.max_bytes:
-            raise InputError(
-                f"the caches of this case need {format_bytes(total)} here, and --max-bytes allows "
-                f"{format_bytes(self.max_bytes)}; take fewer tokens, a smaller batch or fewer layers, or raise it"
-            )
+        *starts, total = self.require(sizes)
         if self._memory is None or len(self._memory) < total or self._shared != shared:
             self.free()  # first, so that there never are two
             self._memory, self._shared = allocate(total, self.device, shared=shared), shared
         memory = self._memory
         return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+    def require(self, sizes: Sequence[int]) -> list[int]:
+        """Return where cut() lets each region begin, and where the last one ends. Raises InputError as cut() does."""
+        ends = [0, *accumulate(round_up(size, HUGE_PAGE_BYTES) for size in sizes)]
+        if ends[-1] > self.max_bytes:
+            raise InputError(
+                f"the caches of this case need {format_bytes(ends[-1])} here, and --max-bytes allows "
+                f"{format_bytes(self.max_bytes)}; take fewer tokens, a smaller batch or fewer layers, or raise it"
+            )
+        return ends
 
     def free(self) -> None:
         """Give the memory back. Idempotent."""

@@ -82,31 +82,34 @@ class Planner:
 
 
 def pieces_of(shape: CaseShape, link: LinkWork) -> tuple[Piece, ...]:
-    """Return what a link moves in one iteration, in the order in which a prefill computes it.
-
-    Raises InputError for ranks or requests that the case does not have.
-    """
-    both = zip(("prefill", "decode"), (link.prefill_ranks, link.decode_ranks), shape.case.tp, strict=True)
-    for side, ranks, size in both:
-        if not ranks or ranks.start < 0 or ranks.stop > size:
-            raise InputError(f"link {link.number} has {side} ranks {ranks.start}..{ranks.stop}, of {size}")
-    requests = len(shape.decode.tables[0])
-    if not link.requests or link.requests.start < 0 or link.requests.stop > requests:
-        raise InputError(f"link {link.number} has requests {link.requests.start}..{link.requests.stop}, of {requests}")
+    """Return what a link moves in one iteration, in the order in which a prefill computes it."""
     return tuple(sorted(_pieces(shape, link), key=lambda piece: piece.step))
+
+
+def num_pieces(shape: CaseShape, link: LinkWork) -> int:
+    """Return the number of pieces that pieces_of() would make. Raises InputError for layers_per_transfer below 0."""
+    of_request = sum(
+        len(_moves(match, link)) * len(_slices(len(match.layers), shape.case.layers_per_transfer))
+        for match in shape.match.buffers
+    )
+    return len(link.requests) * of_request
 
 
 def _pieces(shape: CaseShape, link: LinkWork) -> Iterator[Piece]:
     for request in link.requests:
         for match in shape.match.buffers:
             positions = shape.positions[match.group]
-            moves = [m for m in match.moves if m.src_rank in link.prefill_ranks and m.dst_rank in link.decode_ranks]
+            moves = _moves(match, link)
             if not positions:
                 continue
             for layers in _slices(len(match.layers), shape.case.layers_per_transfer):
                 step = max(shape.model.steps[match.consumer.layer_names[layer]] for layer in layers)
                 for move in moves:
                     yield Piece(request, match, move, layers, positions, step)
+
+
+def _moves(match: BufferMatch, link: LinkWork) -> list[RankTransfer]:
+    return [m for m in match.moves if m.src_rank in link.prefill_ranks and m.dst_rank in link.decode_ranks]
 
 
 def _slices(num_layers: int, at_once: int) -> list[range]:

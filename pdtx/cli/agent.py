@@ -36,7 +36,7 @@ BenchAdvertise = Annotated[
 MaxBytes = Annotated[
     str | None,
     typer.Option(
-        help="With --bench: most memory for caches, as 8GiB; default: 80 % of what is free.",
+        help="With --bench: most memory for caches, as 8GiB, and again for references; default: 80 % of the free.",
         rich_help_panel=_BENCH,
         show_default=False,
     ),
