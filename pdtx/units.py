@@ -36,6 +36,11 @@ def format_bytes(nbytes: int) -> str:
     raise InputError(f"not a size: {nbytes}")
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words: '1 case', '1,200 cases'."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def parse_bytes(text: str) -> int:
     """Return the bytes of '64KiB', '1.5GB', '256M' (a bare K, M, G, T is a power of two, as in nccl-tests).
 

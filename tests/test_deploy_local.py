@@ -51,7 +51,7 @@ class TestMeasures:
         done = run([scene / "deploy/local/run", "--rate", "2gbit", "-o", output], TMPDIR=str(tmp_path))
         assert done.returncode == 0, done.stderr
         assert "they agree" in done.stderr
-        assert done.stdout == "measured\n"
+        assert done.stdout == "measured rate=2gbit delay=none mtu=1500\n"  # so that the result tells of its cap
         assert scratch(tmp_path) == []
 
     def test_a_result_that_claims_thrice_as_much_fails(self, scene: Path, tmp_path: Path) -> None:

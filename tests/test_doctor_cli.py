@@ -40,6 +40,7 @@ def test_want_rdma_fails_without_a_card_and_says_what_it_needs() -> None:
     assert done.returncode == 1
     assert "RDMA needs a verbs card" in done.stdout
     assert "cannot run" in done.stderr
+    assert "RDMA devices" in done.stderr.splitlines()[-1]
 
 
 def test_wrong_words_exit_2_at_once() -> None:

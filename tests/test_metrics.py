@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -72,6 +72,17 @@ def test_a_scrape_tells_counts_as_they_are_then_and_transfers_by_their_sizes() -
     assert [float(edge) for edge in list(buckets)[:-1]] == [2.0**power for power in range(10, 33)]
     assert (buckets["2048.0"], buckets["4096.0"], buckets["4.294967296e+09"]) == ("0.0", "1.0", "1.0")
     assert f"pdtx_kv_offload_load_bytes_total{{{labels}}} 5.0" in text
+
+
+@pytest.mark.parametrize(
+    ("role", "words"), [("prefill", "contiguous on both sides"), ("decode", "contiguous in this node's cache")]
+)
+def test_descriptors_say_what_each_side_counts(role: Literal["prefill", "decode"], words: str) -> None:
+    """A decode node does not know where pieces lay, so that its number is another one than the prefill node's."""
+    metrics = NodeMetrics(role, "tcp")
+    metrics.watch("node", NodeCounts)
+    (told,) = (one.documentation for one in metrics.registry.collect() if one.name == "pdtx_num_descriptors")
+    assert words in told
 
 
 def test_two_nodes_of_one_process_do_not_mix_and_a_closed_one_answers_no_more() -> None:

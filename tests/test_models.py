@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -404,6 +405,50 @@ def test_configs_are_found_by_file_folder_and_name(tmp_path: Path) -> None:
         load_config(file)
     with pytest.raises(ModelError, match=r"presets: .*llama-3-8b"):
         load_config(tmp_path / "absent")
+
+
+def test_a_preset_wins_over_a_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = load_config("llama-3-8b")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-3-8b").mkdir()
+    (tmp_path / "llama-3-8b" / "config.json").write_text('{"model_type": "bert"}')
+    assert load_config("llama-3-8b") == preset
+    assert load_config("./llama-3-8b") == load_config("llama-3-8b/config.json") == {"model_type": "bert"}
+
+
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "pipe")
+    return str(folder / "pipe")
+
+
+def _huge(folder: Path) -> str:
+    (folder / "huge.json").touch()
+    os.truncate(folder / "huge.json", (16 << 20) + 1)
+    return str(folder / "huge.json")
+
+
+def _folder_of_a_pipe(folder: Path) -> str:
+    os.mkfifo(folder / "config.json")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda _: "a" * 5000, "cannot read aaa"),
+        (lambda _: "a\0b", r"cannot read a\?b: embedded null byte"),
+        (lambda _: "nobody's\n\x1b[31m", r"at nobody's\?\?\[31m and no preset"),
+        (lambda _: "/dev/zero", "no regular file"),
+        (_pipe, "no regular file"),
+        (_folder_of_a_pipe, "no regular file"),
+        (_huge, "has more than 16,777,216 bytes"),
+    ],
+)
+def test_what_is_no_config_is_refused_in_one_line(tmp_path: Path, make: Callable[[Path], str], words: str) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        load_config(make(tmp_path))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
 
 
 # The rule of each architecture for configs without layer_types, against transformers' own.

@@ -1,6 +1,7 @@
 """Replay: traces become prompts, contents follow from prompts, and figures from what has happened."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,29 @@ def test_what_cannot_be_scaled_is_refused(by: int, speedup: float) -> None:
 
 
 # -- contents ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_replayed_in_the_order_of_their_arrival(tmp_path: Path) -> None:
+    rows: list[tuple[float, int, int, list[int]]] = [
+        (500, 512, 1, [1]),
+        (0, 512, 2, [2]),
+        (250, 512, 3, [3]),
+        (250, 512, 4, [4]),
+        (600, 0, 5, []),
+    ]
+    source = Source.open(write_trace(tmp_path / "trace", *rows))
+    jobs = list(Scale(512).jobs(source.requests(None)))
+    assert [(job.arrival_s, job.max_tokens) for job in jobs] == [(0.0, 2), (0.25, 3), (0.25, 4), (0.5, 1)]
+    assert [job.request_id for job in jobs] == ["r0", "r1", "r2", "r3"]
+    assert source.out_of_order(None) == 3
+    assert [one.timestamp for one in source.requests(2)] == [0, 500]  # the first two of the file
+    assert Source.open(write_trace(tmp_path / "other", *sorted(rows))).out_of_order(None) == 0
+
+
+def test_the_example_of_the_documentation_is_a_trace_in_order() -> None:
+    source = Source.open(Path(__file__).parent.parent / "docs/examples/trace.jsonl")
+    assert len(list(source.requests(None))) == 20
+    assert source.out_of_order(None) == 0
 
 
 def test_a_code_depends_on_its_token_and_all_before_it_and_on_none_after() -> None:
@@ -232,8 +256,8 @@ SMALL = ("llama-3-8b", "--layers", "1", "--pool-size", "4MiB", "--scale-tokens",
 def test_the_command_replays_with_a_decode_node_of_its_own(tmp_path: Path) -> None:
     trace = write_trace(
         tmp_path / "trace",
-        (0, 1024, 16, [1, 2]),
         (1000, 1500, 16, [1, 2, 3]),
+        (0, 1024, 16, [1, 2]),
         (2000, 600, 16, [1, 4]),
     )
     result = tmp_path / "result.json"
@@ -246,7 +270,10 @@ def test_the_command_replays_with_a_decode_node_of_its_own(tmp_path: Path) -> No
     assert [row["wrong"] for row in found["requests"]] == [0, 0, 0]
     assert [row["prompt_tokens"] for row in found["requests"]] == [64, 94, 38]
     assert found["machine"]["pdtx"]
+    assert "is not in the order of arrival: 1 request moved" in done.stderr
     assert "hit rate             48.98% of tokens" in done.stdout
+    assert re.search(r"^tier cpu +.* used of .*; blocks: \d+ stored, 6 loaded, 0 evicted, ", done.stdout, re.MULTILINE)
+    assert " 0.000 GB/s" not in done.stdout
     assert "#wrong               0 (3 of 3 requests verified)" in done.stdout
 
 
@@ -266,7 +293,7 @@ def test_what_there_is_is_written_when_it_is_interrupted(tmp_path: Path) -> None
     try:
         assert process.stderr is not None
         seen = ""
-        while "request r2 ended well" not in seen:
+        while "request r3 ended well" not in seen:  # the rows of those before it are there then
             line = process.stderr.readline()
             assert line, seen
             seen += line

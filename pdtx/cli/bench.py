@@ -1,8 +1,10 @@
 """`pdtx bench`: measurement runs between prefill and decode agents. `pdtx bench tier`: see bench_tier."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from pdtx.cli import bench_options as opt
 from pdtx.cli.bench_flags import ENV_PREFIX, load_config, read_flags
@@ -10,7 +12,21 @@ from pdtx.cli.bench_tier import tier
 from pdtx.cli.common import emit
 from pdtx.errors import InputError
 
-app = typer.Typer(context_settings={"auto_envvar_prefix": ENV_PREFIX})
+
+class _Group(TyperGroup):
+    """Tells who gives a model as `pdtx bench tier` takes it how this command does."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of typer's own click
+        """Find a subcommand. Raises InputError for a model in its place."""
+        from pdtx.models import preset_names
+
+        word = args[0]
+        if word not in self.commands and (word in preset_names() or Path(word).exists()):
+            raise InputError(f"pdtx bench has no command {word!r}; did you mean --model {word}?")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=_Group, context_settings={"auto_envvar_prefix": ENV_PREFIX})
 app.command()(tier)
 
 

@@ -66,7 +66,7 @@ def open_fleet(flags: Flags) -> Iterator["Fleet"]:
         else:
             sides = stack.enter_context(_started_here(flags, timeout_s))
             security = open_security(None, None, insecure=False)  # all on loopback
-        fleet = stack.enter_context(Fleet.connect(*sides, security=security, timeout_s=timeout_s))
+        fleet = stack.enter_context(Fleet.connect(*sides, security=security, timeout_s=timeout_s, waiting=note))
         yield fleet
 
 

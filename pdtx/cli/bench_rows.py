@@ -1,5 +1,6 @@
 """Rows of `pdtx bench` as they finish: figures of a case, each with what it is compared with and what was wrong."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,6 @@ _CONSTANT = (
     "op",
     "mode",
 )
-_ALL_IF_ZERO = ("depth", "layers_per_transfer")
 _WORDS = {"layer_compute_s": "layer_compute", "kv_cache_dtype": "dtype", "block_size": "block"}
 
 
@@ -45,40 +45,44 @@ class RowTable:
         self._cases = cases
         self._names = [name for name in FIELDS if name in _ALWAYS or name in differing]
         self._columns = _columns(gbits)
-        self._widths = [max(len(_word(name)), *(len(_shown(case, name)) for case in cases), 0) for name in self._names]
+        self._widths = [max(len(_word(name)), *(len(shown(case, name)) for case in cases), 0) for name in self._names]
 
     def heads(self) -> list[str]:
         """Return what stands above the rows."""
-        constant = [f"{_word(name)} {_shown(self._cases[0], name)}" for name in _CONSTANT if name not in self._names]
+        constant = [f"{_word(name)} {shown(self._cases[0], name)}" for name in _CONSTANT if name not in self._names]
         heads = [_word(name).ljust(width) for name, width in zip(self._names, self._widths, strict=True)]
         heads += [column.head.rjust(column.width) for column in self._columns]
         return [", ".join(constant), "", "  ".join(heads)]
 
     def label(self, case: Case) -> str:
         """Return what tells a case from the others."""
-        return ", ".join(f"{_word(name)} {_shown(case, name)}" for name in self._names)
+        return ", ".join(f"{_word(name)} {shown(case, name)}" for name in self._names)
 
     def line(self, result: CaseResult) -> str:
         """Return a case's row: its figures, and why it has none or they are worth nothing."""
-        cells = [_shown(result.case, name).ljust(width) for name, width in zip(self._names, self._widths, strict=True)]
+        cells = [shown(result.case, name).ljust(width) for name, width in zip(self._names, self._widths, strict=True)]
         if result.skipped is not None:
             return "  ".join([*cells, f"skipped: {result.skipped}"])
         summary = summarize(result)
         if summary.count:
             cells += [column.cell(summary).rjust(column.width) for column in self._columns]
+            if result.case.mode == "auto":
+                cells[-1] += "".join(f", {mode}" for mode in _chosen(result))
         if summary.failures:
             cells.append(f"FAILED: {summary.failures[0]}")
         return "  ".join(cells)
 
 
+def _chosen(result: CaseResult) -> list[str]:
+    """Return the modes that were taken, each with its number of transfers where there are several."""
+    modes = Counter[str]()
+    for link in result.links:
+        modes.update(link.modes)
+    return [mode if len(modes) == 1 else f"{mode} {count}" for mode, count in modes.items()]
+
+
 def _word(name: str) -> str:
     return _WORDS.get(name, name)
-
-
-def _shown(case: Case, name: str) -> str:
-    """Return a parameter in the words of its flag."""
-    value = getattr(case, name)
-    return "all" if (name in _ALL_IF_ZERO and value == 0) or (name == "layers" and value is None) else shown(case, name)
 
 
 def _columns(gbits: bool) -> tuple[Column, ...]:

@@ -21,7 +21,7 @@ from pdtx.errors import InputError, PdtxError, VerificationError
 from pdtx.results.files import write_result_file
 from pdtx.results.model import Case, CaseResult, NodeFacts, Result
 from pdtx.results.summary import summarize
-from pdtx.units import format_bytes
+from pdtx.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from pdtx.bench.fleet import Progress
@@ -35,6 +35,7 @@ class Measures(Protocol):
     """What is used of a fleet, see pdtx.bench.fleet.Fleet."""
 
     current: CaseResult | None
+    failure: PdtxError | None
 
     @property
     def nodes(self) -> tuple[NodeFacts, ...]:
@@ -70,7 +71,7 @@ class How:
 
 
 class Record:
-    """A run's result, and its file, which is whole at any time; there is none before there is a case to keep."""
+    """A run's result, and its file, which is whole at any time; there is none before anything was measured."""
 
     def __init__(self, path: Path, result: Result, *, force: bool) -> None:
         """Look whether the file can be written. Raises InputError if not, or it exists and force does not say so."""
@@ -86,6 +87,11 @@ class Record:
         self._began = self._written = time.monotonic()
         self._took = 0.0
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is a sample to keep; reasons for having none were told on stderr."""
+        return any(case.samples for case in self.result.cases)
+
     def add(self, case: CaseResult) -> None:
         """Keep a case; in the file as well, unless that has just been written and takes long."""
         self.result.cases.append(case)
@@ -93,8 +99,8 @@ class Record:
             self.save()
 
     def save(self) -> None:
-        """Write what there is, if there is any."""
-        if not self.result.cases:
+        """Write what there is, if anything was measured."""
+        if not self.measured:
             return
         began = time.monotonic()
         self.result.seconds = began - self._began
@@ -114,6 +120,7 @@ def run_bench(flags: Flags, *, as_json: bool) -> None:
     sweep, counts = read_sweep(flags), agent_counts(flags)
     references = read_references(flags["reference"])
     label = ", ".join(f"{key}={value}" for key, value in flags.pairs("label").items())
+    _refuse_impossible(sweep, counts)  # in every process of a rendezvous, so that none waits for the others
     if only_serves(flags):
         serve(flags)
         return
@@ -132,12 +139,12 @@ def run_bench(flags: Flags, *, as_json: bool) -> None:
             measure_all(fleet, sweep, counts, how, record, gbits=bool(flags["gbits"]), quiet=as_json)
     finally:
         record.save()
-        if result.cases:
+        if record.measured:
             what = "result" if result.complete else "incomplete result"
             note(f"{what} in {record.path}; go on with pdtx show, plot, report or compare")
     if as_json:
         emit(json.dumps(msgspec.to_builtins(result), indent=2))
-    judge(result)
+    judge(result, fleet.failure)
 
 
 def read_sweep(flags: Flags) -> "Sweep":
@@ -156,6 +163,19 @@ def read_sweep(flags: Flags) -> "Sweep":
         isolated=bool(flags["isolated"]),
         seed=flags["seed"],
     )
+
+
+def _refuse_impossible(sweep: "Sweep", counts: tuple[int, int]) -> None:
+    """Raise InputError for a sweep of which no case can be measured, before any agent is started."""
+    from pdtx.bench.sweep import expand
+
+    skipped = [point.skipped for point in expand(sweep, counts)]
+    if None not in skipped:
+        raise InputError(_nothing(skipped))
+
+
+def _nothing(reasons: Sequence[str | None]) -> str:
+    return f"nothing could be measured: {reasons[0]}" if reasons else "there is nothing to measure"
 
 
 def read_references(text: str) -> tuple[str, ...]:
@@ -252,17 +272,20 @@ def _plan_text(points: Sequence["Point"], todo: Sequence["Point"], how: How) -> 
     nbytes = sum(point.request_bytes * point.case.batch for point in todo)
     skipped = f", {len(points) - len(todo)} skipped as impossible" if len(todo) < len(points) else ""
     return (
-        f"{len(todo)} cases{skipped}; {how.warmup} + {how.iterations} iterations each, about "
+        f"{counted(len(todo), 'case')}{skipped}; {how.warmup} + {how.iterations} iterations each, about "
         f"{format_bytes(nbytes * rounds)} a link in all{'' if how.verify else '; nothing is verified'}"
     )
 
 
-def judge(result: Result) -> None:
-    """Raise what a run's exit code is to say: cases that failed, had wrong elements, or are missing."""
+def judge(result: Result, failure: PdtxError | None = None) -> None:
+    """Raise what a run's exit code is to say: cases that failed, had wrong elements, or are missing.
+
+    failure: of the case that failed last. Where no case came to a single sample, and for something that was given, the
+    run failed for that.
+    """
     measured = [case for case in result.cases if case.skipped is None]
     if result.complete and not measured:
-        reasons = list(dict.fromkeys(case.skipped for case in result.cases))
-        raise InputError(f"nothing could be measured: {reasons[0]}" if reasons else "there is nothing to measure")
+        raise InputError(_nothing([case.skipped for case in result.cases]))
     wrong = sum(sample.wrong or 0 for case in measured for sample in case.samples)
     failed = [case for case in measured if not summarize(case).ok]
     if wrong:
@@ -271,6 +294,10 @@ def judge(result: Result) -> None:
             f"{wrong:,} elements are wrong, so figures beside them mean nothing; first: {first}", wrong
         )
     if failed:
-        raise PdtxError(f"{len(failed)} of {len(measured)} cases failed; first: {summarize(failed[0]).failures[0]}")
+        none = not any(case.samples for case in measured)
+        kind = InputError if none and isinstance(failure, InputError) else PdtxError
+        raise kind(
+            f"{len(failed)} of {counted(len(measured), 'case')} failed; first: {summarize(failed[0]).failures[0]}"
+        )
     if not result.complete:
         raise PdtxError("cut off before all cases were measured; give a longer --deadline or fewer cases")

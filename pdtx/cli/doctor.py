@@ -8,11 +8,12 @@ import typer
 
 from pdtx.cli.common import emit, note
 from pdtx.cli.options import Json
+from pdtx.units import counted
 
 if TYPE_CHECKING:
     from pdtx.doctor import Finding
 
-_MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+_MARKS = {"info": "-", "ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
 
 
 def doctor(
@@ -54,9 +55,12 @@ def doctor(
         emit(json_module.dumps({"wants": wants, "findings": to_builtins(findings)}, indent=2))
     else:
         emit("\n".join(_text(findings)))
-    problems = sum(finding.level == "problem" for finding in findings)
+    problems = [f"{finding.subject} {finding.name}" for finding in findings if finding.level == "problem"]
     if problems:
-        note(f"pdtx doctor: {problems} problem{'s' if problems > 1 else ''}: what was asked for cannot run as it is")
+        note(
+            f"pdtx doctor: {counted(len(problems), 'problem')}, so that what was asked for cannot run as it is: "
+            f"{'; '.join(problems)}"
+        )
         raise typer.Exit(1)
 
 
@@ -67,10 +71,8 @@ def _text(findings: "Sequence[Finding]") -> list[str]:
         if finding.subject != subject:
             lines += [*([""] if lines else []), finding.subject]
             subject = finding.subject
-        # What is not here and nobody has asked for is neither well nor ill.
-        mark = "-" if finding.level == "ok" and finding.stops else _MARKS[finding.level]
-        lines.append(f"  {mark:<8} {finding.name:<{width}}  {finding.value}")
+        lines.append(f"  {_MARKS[finding.level]:<8} {finding.name:<{width}}  {finding.value}")
         if finding.fix:
-            only = f"for {', '.join(finding.stops)}: " if finding.level == "ok" and finding.stops else ""
+            only = f"for {', '.join(finding.stops)}: " if finding.level == "info" else ""
             lines.append(f"  {'':<8} {'':<{width}}  -> {only}{finding.fix}")
     return lines

@@ -14,7 +14,7 @@ from pdtx.cli.common import configure_logging, emit, load_synthetic, note, open_
 from pdtx.cli.movers import mover_flags, open_mover, parse_mode, parse_require, read_costs, shares_memory
 from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.errors import InputError
-from pdtx.units import parse_bytes
+from pdtx.units import counted, parse_bytes
 
 if TYPE_CHECKING:
     from pdtx.cli.tiers import NodeTiers
@@ -133,6 +133,8 @@ def replay(
         deadline_s=deadline,
     )
     plan.check({"prefill": block_size} | ({"decode": decode_block_size} if connect is None else {}))
+    if source.header is None and (late := source.out_of_order(max_requests)):  # a capture is in the order of ends
+        note(f"{trace.name} is not in the order of arrival: {counted(late, 'request')} moved to where they belong")
     if connect is None and key is not None:
         raise InputError("--key is for a decode node elsewhere; give its address with --connect")
     security = open_security(key, peer_key, insecure=insecure)
@@ -236,7 +238,9 @@ def _teller(outcome: "Outcome") -> "Callable[[ReplayRow], None]":
             note(f"{row.request_id} failed: {row.error}")
         elif now - last > _TELL_S:
             last = now
-            note(f"{len(outcome.rows)} requests ended; arrivals have come to {row.arrival_s:.1f} s")
+            ended = counted(len(outcome.rows), "request")
+            since = f"{now - outcome.begun:.1f} s after the begin; it had arrived after {row.arrival_s:.1f} s"
+            note(f"{ended} ended, the last of them {since}")
 
     return tell
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-Level = Literal["ok", "warning", "problem"]
+Level = Literal["ok", "info", "warning", "problem"]
 Want = Literal["rdma", "tcp", "shm", "cuda", "ucx", "nixl"]
 
 
@@ -14,7 +14,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     value: what was found, for people. fix: what to do about it; empty where nothing has to be done.
     stops: what cannot run because of it. That is no fault of a machine on which nobody asks for it, so the level says
-    so only to who wants it.
+    so only to who wants it: to others an "ok" is then an "info", neither well nor ill.
     """
 
     subject: str
@@ -28,7 +28,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def judged(findings: Iterable[Finding], wants: Iterable[Want]) -> list[Finding]:
     """Return the findings as who wants these things sees them: a problem is what stops one of them."""
     wanted = frozenset(wants)
-    return [
-        msgspec.structs.replace(finding, level="problem") if wanted.intersection(finding.stops) else finding
-        for finding in findings
-    ]
+    return [msgspec.structs.replace(finding, level=_level(finding, wanted)) for finding in findings]
+
+
+def _level(finding: Finding, wanted: frozenset[Want]) -> Level:
+    if wanted.intersection(finding.stops):
+        return "problem"
+    return "info" if finding.level == "ok" and finding.stops else finding.level

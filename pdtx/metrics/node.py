@@ -21,6 +21,11 @@ BYTES_BUCKETS = tuple(float(1 << power) for power in range(10, 33))
 """1 KiB to 4 GiB."""
 SECONDS_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DESCRIPTOR_BUCKETS = tuple(float(10**power) for power in range(8))
+# A decode node places payloads without knowing where they lay.
+_DESCRIPTORS = {
+    "prefill": "Runs of a request, contiguous on both sides.",
+    "decode": "Pieces of a request, contiguous in this node's cache.",
+}
 _LABELS = ("engine_id", "role", "transport")
 _TAKEN = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
@@ -100,7 +105,7 @@ class NodeMetrics:
                 SECONDS_BUCKETS,
             ),
             ("pdtx_bytes_transferred", "Bytes of a request that were moved.", BYTES_BUCKETS),
-            ("pdtx_num_descriptors", "Runs of a request, contiguous on both sides.", _DESCRIPTOR_BUCKETS),
+            ("pdtx_num_descriptors", _DESCRIPTORS[self._role], _DESCRIPTOR_BUCKETS),
         ):
             self._histograms[name] = Histogram(name, what, _LABELS, buckets=buckets, registry=self.registry)
         self.registry.register(self)
@@ -108,7 +113,9 @@ class NodeMetrics:
     def transferred(
         self, *, nbytes: int, descriptors: int, move_s: float | None = None, post_s: float | None = None
     ) -> None:
-        """Count one request that has been moved. move_s, post_s: None on the side that does not know them."""
+        """Count one request that has been moved. descriptors: runs on the prefill node, pieces of its cache on the
+        decode node. move_s, post_s: None on the side that does not know them.
+        """
         for name, value in (
             ("pdtx_xfer_time_seconds", move_s),
             ("pdtx_post_time_seconds", post_s),

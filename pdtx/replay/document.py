@@ -16,7 +16,7 @@ from pdtx.replay.rows import figures
 from pdtx.replay.run import Outcome
 from pdtx.replay.synthetic import SyntheticComputer
 from pdtx.report import machine_facts
-from pdtx.units import format_bytes, format_seconds
+from pdtx.units import counted, format_bytes, format_seconds
 
 REPLAY_FORMAT = "pdtx-replay"
 REPLAY_VERSION = 1
@@ -74,8 +74,9 @@ def summary_lines(document: Mapping[str, Any]) -> Iterator[str]:
     found, trace = document["figures"], document["trace"]
     rest = "" if document["complete"] else f"; CUT OFF: {document['stopped']}"
     yield (
-        f"{trace['name']}: {found['requests']} requests, {found['failed']} failed, {found['prompt_tokens']:,} prompt "
-        f"tokens, {document['seconds']:.3g} s at speed {trace['speedup']:g}{rest}"
+        f"{trace['name']}: {counted(found['requests'], 'request')}, {found['failed']} failed, "
+        f"{counted(found['prompt_tokens'], 'prompt token')}, {document['seconds']:.3g} s at speed "
+        f"{trace['speedup']:g}{rest}"
     )
     yield (
         f"hit rate             {found['hit_rate']:.2%} of tokens from this node's tiers"
@@ -84,16 +85,29 @@ def summary_lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"time to first token  {_times(found['ttft_s'])}; transfer's share {found['transfer_share']:.2%}"
     yield f"  of it queueing     {_times(found['queue_s'])}"
     yield f"  transfer exposed   {_times(found['exposed_s'])}"
-    moved = f"{format_bytes(found['nbytes'])}, {found['gb_per_s']:.3f} GB/s"
+    moved = f"{format_bytes(found['nbytes'])}, {found['gb_per_s']:.3g} GB/s"
     yield f"transfer             {_times(found['move_s'])}; {moved}"
+    for usage in document["tiers"]:
+        yield f"{'tier ' + usage['name']:<20} {_tier(usage)}"
     wrong = "unverified" if found["wrong"] is None else f"{found['wrong']:,}"
-    yield f"#wrong               {wrong} ({found['verified']} of {found['requests']} requests verified)"
+    yield f"#wrong               {wrong} ({found['verified']} of {counted(found['requests'], 'request')} verified)"
     late = document["late_s"]
     if late > document["computed_s"] * 0.05:
         yield (
             f"prefill took {format_seconds(late)} longer than the {format_seconds(document['computed_s'])} that it was "
-            "to take: this machine was busy, or fills caches no faster; take fewer --layers, or a lower --prefill-rate"
+            "to take, which spoils the times to first token and of queueing: this machine was busy, or fills caches "
+            "no faster; take fewer --layers, or a lower --prefill-rate"
         )
+
+
+def _tier(usage: Mapping[str, Any]) -> str:
+    """Return what a tier holds and has done; blocks of all its groups together."""
+    done = ", ".join(
+        f"{sum(group[name]['blocks'] for group in usage['groups']):,} {name}"
+        for name in ("stored", "loaded", "evicted", "missed")
+    )
+    used = sum(group["used"]["nbytes"] for group in usage["groups"])
+    return f"{format_bytes(used)} used of {format_bytes(usage['mapped'])}; blocks: {done}"
 
 
 def _times(values: Mapping[str, float | None]) -> str:

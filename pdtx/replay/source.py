@@ -35,7 +35,21 @@ class Source:
         return cls(path, block_tokens or MOONCAKE_BLOCK_TOKENS)
 
     def requests(self, most: int | None) -> "Iterator[TimedRequest]":
-        """Yield the first requests, those without a prompt left out. Raises InputError as the readers do."""
+        """Yield the first requests of the file in the order in which they arrive, those without a prompt left out.
+
+        Raises InputError as the readers do.
+        """
+        yield from sorted(self._first(most), key=lambda one: one.timestamp)
+
+    def out_of_order(self, most: int | None) -> int:
+        """Return how many of them arrive before one that stands above them in the file."""
+        latest, found = 0.0, 0
+        for one in self._first(most):
+            found += one.timestamp < latest
+            latest = max(latest, one.timestamp)
+        return found
+
+    def _first(self, most: int | None) -> "Iterator[TimedRequest]":
         return islice((one for one in self._all() if one.input_length), most)
 
     def _all(self) -> "Iterator[TimedRequest]":
@@ -95,7 +109,10 @@ class Scale:
         return max(1, ceil_div(request.output_length, self.by))
 
     def jobs(self, requests: Iterator[TimedRequest]) -> Iterator[Job]:
-        """Yield a job for each request, named r0, r1, ...; the first one arrives at once."""
+        """Yield a job for each request, named r0, r1, ...; the first one arrives at once.
+
+        requests: in the order in which they arrive, see Source.requests.
+        """
         first: float | None = None
         for number, request in enumerate(requests):
             first = request.timestamp if first is None else first
