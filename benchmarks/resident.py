@@ -30,8 +30,9 @@ class PeakMemory:
         Pages of a peer's memory that are mapped here are no copy, and count at the peer: they are taken off, as far as
         they are mapped still.
         """
+        highest = _status("VmHWM")  # before looking at the mappings, which takes memory where they are many
         peers = max(0, _mapped_of_peers() - self._mapped_before)
-        return max(_PAGE, _status("VmHWM") - self._before - peers)
+        return max(_PAGE, highest - self._before - peers)
 
 
 def _status(name: str) -> int:
@@ -42,10 +43,11 @@ def _status(name: str) -> int:
 def _mapped_of_peers() -> int:
     """Resident bytes of read-only mappings of anonymous files: how a peer's shared memory is seen."""
     total, counts = 0, False
-    for line in (_SELF / "smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            counts = words[1].startswith("r--s") and "/memfd:" in line
-        elif counts and words[0] == "Rss:":
-            total += int(words[1]) << 10
+    with (_SELF / "smaps").open() as lines:
+        for line in lines:
+            words = line.split()
+            if not words[0].endswith(":"):
+                counts = words[1].startswith("r--s") and "/memfd:" in line
+            elif counts and words[0] == "Rss:":
+                total += int(words[1]) << 10
     return total

@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,9 @@ settings.load_profile(os.environ.get("PDTX_HYPOTHESIS_PROFILE", "ci" if os.envir
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # A shell's background job ignores Ctrl-C, and so would all that tests start and send it to.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Whatever has been measured on this machine, and in whatever home: tests go by the default costs.
     folder = Path(tempfile.mkdtemp(prefix="pdtx-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
