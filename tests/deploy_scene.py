@@ -49,6 +49,8 @@ for address in (words[words.index("--prefill") + 1] + "," + words[words.index("-
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as connection:
         connection.sendall(bytes(nbytes))
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # the other one's end: all has crossed the link
 link = {{"claimed_bytes": nbytes * (3 if "--lie" in words else 1)}}
 result = {{"cases": [{{"samples": [{{"links": [link]}}], "references": []}}]}}
 pathlib.Path(words[words.index("--output") + 1]).write_text(json.dumps(result))

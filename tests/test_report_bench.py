@@ -398,12 +398,12 @@ class TestCommands:
     def test_compare_tells_what_all_cases_share_and_who_was_busy(self, tmp_path: Path) -> None:
         pytest.importorskip("scipy", reason="comparing needs scipy (extra plot)")
         steady, busy = recorded([0.01] * 12, MIB), recorded([0.02] * 12, MIB)
-        busy.load_average = [4.5, 4.5]
+        busy.load_average = [6.5, 6.5]
         files = [stored(tmp_path, result_of(case), f"{n}.json") for n, case in enumerate((steady, busy))]
         told = pdtx("compare", *files).stdout
         assert "all: model llama-3-8b, kv cache dtype auto, layers all, " in told
         assert (
-            f"unsteady: B: 127.0.0.1 had a load of 4.5 on 8 CPUs before the first iteration; see pdtx check {files[1]}"
+            f"unsteady: B: 127.0.0.1 had a load of 6.5 on 8 CPUs before the first iteration; see pdtx check {files[1]}"
             in told
         )
         assert re.search(r"2\.00x slower \(.*\); load in B", told)

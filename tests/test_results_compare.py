@@ -147,9 +147,9 @@ class TestMatching:
 
     def test_unsteady_runs_are_told_with_the_load_as_their_cause(self) -> None:
         busy = recorded([0.01, 0.01, 0.013] * 4, MIB)
-        busy.load_average = [4.5, 4.5]
+        busy.load_average = [6.5, 6.5]
         found = compare_results(result_of(recorded([0.01] * 12, MIB)), result_of(busy))
-        assert found.unsteady == (("B", "127.0.0.1 had a load of 4.5 on 8 CPUs before the first iteration"),)
+        assert found.unsteady == (("B", "127.0.0.1 had a load of 6.5 on 8 CPUs before the first iteration"),)
         assert found.rows[0].unsteady == ("load in B",)
         spread = compare_results(result_of(recorded([0.01, 0.01, 0.013] * 4, MIB)), result_of(busy))
         assert spread.rows[0].unsteady == ("spread in A", "load in B")
