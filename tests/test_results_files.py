@@ -34,6 +34,20 @@ class TestWriting:
         assert read_result_file(path) == result
         assert [one.name for one in path.parent.iterdir()] == ["result.json"]
 
+    def test_figures_are_written_in_every_unit_and_not_believed(self, tmp_path: Path, result: Result) -> None:
+        path = tmp_path / "result.json"
+        write_result_file(path, result)
+        document = json.loads(path.read_text())
+        figures, found = document["cases"][0]["figures"], summarize(result.cases[0])
+        assert found.whole is not None
+        assert found.move is not None
+        assert figures["whole"]["gib_per_s"] == found.whole.gib_per_s
+        assert figures["whole"]["gbit_per_s"] == found.whole.gbit_per_s
+        assert (figures["move"]["p99"], figures["wrong"], figures["count"]) == (found.move.p99, 0, 3)
+        document["cases"][0]["figures"] = {"whole": {"gb_per_s": 1e9}}
+        path.write_text(json.dumps(document))
+        assert read_result_file(path) == result
+
     def test_a_file_that_is_there_is_not_overwritten_unasked(self, tmp_path: Path, result: Result) -> None:
         path = tmp_path / "result.json"
         path.write_text("precious")

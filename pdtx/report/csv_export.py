@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -80,9 +79,8 @@ def _case_record(row: Row) -> dict[str, Any]:
 
 
 def summary_json(row: Row) -> dict[str, Any]:
-    """Return a case and its summary for programs: bytes, seconds, and rates in bytes a second."""
-    found = asdict(row.summary) | {"ok": row.summary.ok, "verdict": row.summary.verdict}
-    return {"number": row.number, "case": msgspec.to_builtins(row.case.case), "summary": found}
+    """Return a case and its summary for programs."""
+    return {"number": row.number, "case": msgspec.to_builtins(row.case.case), "summary": row.summary.as_json()}
 
 
 def _parameters(row: Row) -> dict[str, Any]:

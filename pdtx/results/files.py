@@ -13,6 +13,7 @@ from pdtx.errors import InputError
 from pdtx.results.impossible import refuse_impossible
 from pdtx.results.model import RESULT_FORMAT, RESULT_VERSION, Result
 from pdtx.results.old import from_version_1
+from pdtx.results.summary import summarize
 from pdtx.results.text import printable
 
 MOST_BYTES = 1 << 30
@@ -32,10 +33,17 @@ class _Head(msgspec.Struct):
 
 
 def write_result_file(path: Path, result: Result, *, force: bool = False) -> None:
-    """Write a result. Raises InputError for a path that exists, unless force says so, or cannot be written."""
+    """Write a result, and the figures that follow from it.
+
+    Raises InputError for a path that exists, unless force says so, or cannot be written.
+    """
     if not force and path.exists():
         raise InputError(f"{path} exists; give another name, or --force to overwrite it")
-    written = msgspec.structs.replace(result, format=RESULT_FORMAT, version=RESULT_VERSION)
+    cases = [
+        case if case.skipped is not None else msgspec.structs.replace(case, figures=summarize(case).as_json())
+        for case in result.cases
+    ]
+    written = msgspec.structs.replace(result, format=RESULT_FORMAT, version=RESULT_VERSION, cases=cases)
     write_whole(path, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")
 
 
@@ -95,6 +103,8 @@ def _decode(content: bytes, name: str, *, old: bool) -> Result:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{name} is damaged, or was changed by hand: {printable(_placed(str(error)))}") from None
     refuse_impossible(result, name)
+    for case in result.cases:
+        case.figures = None  # they follow from the samples, which alone are believed
     return result
 
 

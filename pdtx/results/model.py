@@ -166,6 +166,8 @@ class CaseResult(msgspec.Struct, kw_only=True):
     """One case with all its samples. iterations, warmup: as asked for; samples holds as many unless error says why not.
 
     verified: whether samples were looked at. load_average: of the nodes before the first iteration.
+    figures: what follows from the samples (CaseSummary), written for those who read the file by other means; pdtx makes
+    it of the samples again.
     """
 
     case: Case
@@ -179,6 +181,7 @@ class CaseResult(msgspec.Struct, kw_only=True):
     load_average: list[float] = []
     error: str | None = None
     skipped: str | None = None
+    figures: dict[str, Any] | None = None
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ has the cold costs in it; it still counts, so that as many count as were asked f
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from pdtx.results.figures import Rate, Spread, median_rate, percentile, rate_of
 from pdtx.results.model import CaseResult, LinkSample, Reference, Sample
@@ -78,6 +79,15 @@ class CaseSummary:
     registration_s: float
     hidden: float | None
     failures: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for files and programs: bytes, seconds, and rates in every unit that people use."""
+        found = asdict(self) | {"ok": self.ok, "verdict": self.verdict}
+        for name in ("per_rank", "whole", "whole_low", "whole_high"):
+            rate: Rate | None = getattr(self, name)
+            if rate is not None:
+                found[name] |= {unit: getattr(rate, unit) for unit in ("gb_per_s", "gib_per_s", "gbit_per_s")}
+        return found
 
     @property
     def ok(self) -> bool:
