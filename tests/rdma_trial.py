@@ -125,7 +125,7 @@ def _add_fault(trial: Trial, role: str, mover: str, child: Child, status: int) -
 def doctor(trial: Trial) -> None:
     """pdtx doctor sees the card, and says that RDMA can be had."""
     done = subprocess.run(
-        [sys.executable, "-m", "pdtx", "doctor", "--want", "rdma", "--json"],
+        [sys.executable, "-m", "pdtx", "doctor", "--want", "rdma", "--json", "--trial-timeout", "250"],
         env=os.environ | {"UCX_NET_DEVICES": f"{device()}:1,eth0"},
         capture_output=True,
         text=True,

@@ -34,6 +34,9 @@ def doctor(
         bool, typer.Option("--two-nodes", help="The peer is on another host: loopback is no address for it.")
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each --reach.", min=0.1)] = 5.0,
+    trial_timeout: Annotated[
+        float, typer.Option(help="Seconds within which each mover must have started; more on slow machines.", min=0.1)
+    ] = 60.0,
     json: Json = False,
 ) -> None:
     """Examine this machine; each finding that needs one comes with its fix. Exit 1 if what was asked for cannot run."""
@@ -48,6 +51,7 @@ def doctor(
         advertise=advertise,
         two_nodes=two_nodes,
         timeout_s=timeout,
+        trial_s=trial_timeout,
     )
     if json:
         from msgspec import to_builtins

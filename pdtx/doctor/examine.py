@@ -9,7 +9,7 @@ from pdtx.doctor.gpu import check_gpu
 from pdtx.doctor.infiniband import check_infiniband
 from pdtx.doctor.machine import Machine
 from pdtx.doctor.memory import check_memory
-from pdtx.doctor.movers import check_movers, try_all
+from pdtx.doctor.movers import TRIAL_S, check_movers, try_all
 from pdtx.doctor.network import check_network
 from pdtx.doctor.nixl import check_nixl, find_nixl
 from pdtx.doctor.processor import check_processor
@@ -38,8 +38,12 @@ def examine(
     advertise: str | None = None,
     two_nodes: bool = False,
     timeout_s: float = 5.0,
+    trial_s: float = TRIAL_S,
 ) -> list[Finding]:
-    """Look at everything. timeout_s: for connecting to each of reach. Raises InputError for what is no address."""
+    """Look at everything. timeout_s: for connecting to each of reach; trial_s: for starting each mover.
+
+    Raises InputError for what is no address.
+    """
     # First of all: wrong addresses are to be told before the trials, which take seconds.
     addresses = list(
         check_addresses(listen=listen, reach=reach, advertise=advertise, two_nodes=two_nodes, timeout_s=timeout_s)
@@ -52,7 +56,7 @@ def examine(
         *check_processor(machine),
         *check_ucx(machine, find_copies()),
         *check_nixl(machine, find_nixl()),
-        *check_movers(try_all(machine)),
+        *check_movers(try_all(machine, trial_s=trial_s)),
         *addresses,
     ]
     return judged(findings, wants)

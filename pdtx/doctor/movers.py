@@ -11,21 +11,21 @@ from pdtx.doctor.finding import Finding, Want
 from pdtx.doctor.machine import Machine
 from pdtx.doctor.probe import CUDA, MARK, Trial
 
-_TRIAL_S = 60.0
+TRIAL_S = 60.0
 _AT_ONCE = 2
 _BROKEN = "it ended without a word, by a signal or after its deadline; try: python -m pdtx.doctor.probe "
 _MOVERS: Mapping[str, tuple[Want, ...]] = {"tcp": ("tcp",), "shm": ("shm",), "ucx": ("ucx",), "nixl": ("nixl",)}
 _INSTALL = {"ucx": "pip install 'pdtx[ucx]'", "nixl": "pip install 'pdtx[nixl]'"}
 
 
-def try_all(machine: Machine, names: Iterable[str] = (*_MOVERS, CUDA)) -> dict[str, Trial]:
-    """Try movers and CUDA. One that says nothing in time, or ends badly, is told as an error."""
+def try_all(machine: Machine, names: Iterable[str] = (*_MOVERS, CUDA), *, trial_s: float = TRIAL_S) -> dict[str, Trial]:
+    """Try movers and CUDA. One that says nothing for trial_s seconds, or ends badly, is told as an error."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return {trial.name: trial for trial in pool.map(lambda name: _try(machine, name), names)}
+        return {trial.name: trial for trial in pool.map(lambda name: _try(machine, name, trial_s), names)}
 
 
-def _try(machine: Machine, name: str) -> Trial:
-    told = machine.run((sys.executable, "-m", "pdtx.doctor.probe", name), _TRIAL_S)
+def _try(machine: Machine, name: str, trial_s: float) -> Trial:
+    told = machine.run((sys.executable, "-m", "pdtx.doctor.probe", name), trial_s)
     lines = [line for line in (told or "").splitlines() if line.startswith(MARK)]
     if not lines:
         return Trial(name=name, error=_BROKEN + name)
