@@ -39,16 +39,7 @@ class Piece:
 
     def key(self, iteration: int) -> TransferKey:
         """Return the key under which it moves in an iteration; one of another iteration is another key."""
-        return TransferKey(
-            f"i{iteration}.r{self.request}",
-            self.layers.start,
-            self.layers.stop,
-            self.positions.start,
-            self.positions.stop,
-            self.match.index,
-            self.move.src_rank,
-            self.move.dst_rank,
-        )
+        return self.match.key(f"i{iteration}.r{self.request}", self.move, self.layers, self.positions)
 
 
 class Planner:

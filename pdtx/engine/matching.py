@@ -15,6 +15,7 @@ from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, GroupDescription
+from pdtx.transports.base import TransferKey
 from pdtx.units import ceil_div
 
 _LOCAL = ("block_size", "page_size_padded", "alignment")
@@ -104,6 +105,19 @@ class BufferMatch:
         source = range(first, first + len(layers))
         build = plans.plan if plans is not None else build_plan
         return build(src, dst, positions, source, dst_layer=layers.start, merge=merge, boxes=move.boxes)
+
+    def key(self, request_id: str, move: RankTransfer, layers: range, positions: range) -> TransferKey:
+        """Return what both sides call what a move carries of the consumer's layers at positions of a request."""
+        return TransferKey(
+            request_id,
+            layers.start,
+            layers.stop,
+            positions.start,
+            positions.stop,
+            self.index,
+            move.src_rank,
+            move.dst_rank,
+        )
 
     def consecutive(self, layers: range) -> bool:
         """Whether the consumer's layers lie one after another at the producer, so that one plan can carry them."""

@@ -87,16 +87,7 @@ class Piece:
     @property
     def key(self) -> TransferKey:
         """What the mover and the consumer call it."""
-        return TransferKey(
-            self.request.request_id,
-            self.layers.start,
-            self.layers.stop,
-            self.positions.start,
-            self.positions.stop,
-            self.match.index,
-            self.move.src_rank,
-            self.move.dst_rank,
-        )
+        return self.match.key(self.request.request_id, self.move, self.layers, self.positions)
 
     def __str__(self) -> str:
         size = self.match.producer.layout.block_size

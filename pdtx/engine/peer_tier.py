@@ -47,7 +47,7 @@ from pdtx.protocol import (
 from pdtx.sidechannel import Security
 from pdtx.tiers import Fence, GroupUsage, Moved, PrefixKeys, Side, Tier, TierUsage, written
 from pdtx.tiers.geometry import block_nbytes
-from pdtx.transports import Mover, TransferHandle, TransferKey
+from pdtx.transports import Mover, TransferHandle
 
 logger = logging.getLogger(__name__)
 
@@ -269,15 +269,6 @@ class PeerTier(Tier):
         there = match.destination(table)
         source = match.source_stand_in(positions.stop)
         plan = match.plan(piece.move, source, there, piece.layers, positions, plans=self.plans)
-        key = TransferKey(
-            request_id,
-            piece.layers.start,
-            piece.layers.stop,
-            named.start,
-            named.stop,
-            match.index,
-            piece.move.src_rank,
-            piece.move.dst_rank,
-        )
+        key = match.key(request_id, piece.move, piece.layers, named)
         region = self._regions[match.index][piece.move.dst_rank]
         return way.connection.get(key, region, plan.to_move, deadline)
