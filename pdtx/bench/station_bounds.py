@@ -3,6 +3,7 @@
 import math
 
 from pdtx.bench.fragment import check_mean_run
+from pdtx.bench.limits import MOST_BLOCK_SIZE, MOST_RANKS, MOST_REQUESTS, MOST_STREAMS, MOST_TOKENS
 from pdtx.bench.station_caches import CaseShape
 from pdtx.bench.station_pieces import num_pieces
 from pdtx.bench.work import LinkWork, StationWork
@@ -10,11 +11,6 @@ from pdtx.errors import InputError
 from pdtx.results.model import Case
 from pdtx.units import format_bytes
 
-_MOST_TOKENS = 1 << 26
-_MOST_REQUESTS = 1 << 20
-_MOST_RANKS = 1024
-_MOST_BLOCK_SIZE = 1 << 20
-_MOST_STREAMS = 1024
 _MOST_LINKS = 4096
 
 _MOST_PIECES = 1 << 18
@@ -27,7 +23,7 @@ _ENTRY_BYTES = 64
 def check_work(work: StationWork) -> None:
     """Raise InputError for numbers that nobody measures with, and for ranks and links that do not go together."""
     _check_case(work.case)
-    _within("pool_requests", work.pool_requests, 1, _MOST_REQUESTS)
+    _within("pool_requests", work.pool_requests, 1, MOST_REQUESTS)
     _within("the number of a station's links", len(work.links), 1, _MOST_LINKS)
     _check_ranks(f"the {work.role} station", work.ranks, work.case.tp[0 if work.role == "prefill" else 1])
     for link in work.links:
@@ -55,14 +51,14 @@ def check_size(work: StationWork, shape: CaseShape, max_bytes: int) -> None:
 def _check_case(case: Case) -> None:
     if case.tokens < 1:
         raise InputError(f"a case needs 1 token or more, not {case.tokens}")
-    _within("tokens", case.tokens, 1, _MOST_TOKENS)
+    _within("tokens", case.tokens, 1, MOST_TOKENS)
     _within("depth", case.depth, 0)
     check_mean_run(case.mean_run)
     for size, tp_size in zip(case.block_size, case.tp, strict=True):
-        _within("block_size", size, 1, _MOST_BLOCK_SIZE)
-        _within("tp", tp_size, 1, _MOST_RANKS)
+        _within("block_size", size, 1, MOST_BLOCK_SIZE)
+        _within("tp", tp_size, 1, MOST_RANKS)
     if case.streams is not None:
-        _within("streams", case.streams, 1, _MOST_STREAMS)
+        _within("streams", case.streams, 1, MOST_STREAMS)
     if not (math.isfinite(case.layer_compute_s) and case.layer_compute_s >= 0):
         raise InputError(f"layer_compute_s is {case.layer_compute_s:g}; needs seconds, 0 or more")
 

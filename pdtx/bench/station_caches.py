@@ -180,7 +180,8 @@ def _positions(groups: Mapping[str, KVCacheSpec], tokens: int, encoder_positions
     return tuple(needed_positions(spec, tokens, encoder_positions) for spec in groups.values())
 
 
-def _block_size(spec: KVCacheSpec) -> int:
+def positions_in_block(spec: KVCacheSpec) -> int:
+    """Return what a block table's entry stands for: a block of tokens, or one state."""
     return 1 if isinstance(spec, MambaSpec) else spec.block_size
 
 
@@ -205,7 +206,7 @@ def _side(case: Case, role: Role, model: CaseModel, pool_requests: int) -> CaseS
 
 def _pool(case: Case, role: Role, group: str, spec: KVCacheSpec, needed: range, requests: int) -> CasePool:
     """Return what is known of a group's blocks before any table is made."""
-    size = _block_size(spec)
+    size = positions_in_block(spec)
     first, stop = needed.start // size, ceil_div(needed.stop, size)
     places, seed = range(first, max(first, stop)), _seed(case.seed, role, group)
     by_tokens = not isinstance(spec, MambaSpec | CrossAttentionSpec)
@@ -270,7 +271,7 @@ def _describe(
                 GroupDescription(
                     name=name,
                     kind=group_kind(spec),
-                    block_size=_block_size(spec),
+                    block_size=positions_in_block(spec),
                     num_blocks=pools[name],
                     encoder_positions=model.encoder_positions if isinstance(spec, CrossAttentionSpec) else 0,
                 )

@@ -16,6 +16,11 @@ _LARGE_BYTES = 64 << 20
 """Memory of which it matters when exactly it is given back."""
 
 
+def region_ends(sizes: Sequence[int]) -> list[int]:
+    """Return where regions of sizes bytes lie one after another: each one's begin, and the last one's end."""
+    return [0, *accumulate(round_up(size, HUGE_PAGE_BYTES) for size in sizes)]
+
+
 class StationMemory:
     """Memory for caches, on one device, of max_bytes at most."""
 
@@ -40,7 +45,7 @@ class StationMemory:
 
     def require(self, sizes: Sequence[int]) -> list[int]:
         """Return where cut() lets each region begin, and where the last one ends. Raises InputError as cut() does."""
-        ends = [0, *accumulate(round_up(size, HUGE_PAGE_BYTES) for size in sizes)]
+        ends = region_ends(sizes)
         if ends[-1] > self.max_bytes:
             raise InputError(
                 f"the caches of this case need {format_bytes(ends[-1])} here, and --max-bytes allows "

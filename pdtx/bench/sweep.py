@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from pdtx.bench import axes
+from pdtx.bench.limits import MOST_BLOCK_SIZE, MOST_RANKS, MOST_REQUESTS, MOST_STREAMS, MOST_TOKENS
 from pdtx.bench.sweep_shapes import agent_bytes, request_bytes, tokens_for, why_impossible
 from pdtx.errors import InputError, PdtxError
 from pdtx.results.model import Case, ModeName, Op, Pattern
@@ -32,11 +33,11 @@ AXES: Mapping[str, tuple[str, Read]] = {
     "kv-cache-dtype": ("kv_cache_dtype", axes.word),
     "layers": ("layers", axes.whole_or_none(1)),
     "pattern": ("pattern", axes.one_of(Pattern)),
-    "tp": ("tp", axes.pair(axes.whole(1, 1024))),
+    "tp": ("tp", axes.pair(axes.whole(1, MOST_RANKS))),
     "layout": ("layout", axes.pair(_layout)),
-    "block-size": ("block_size", axes.pair(axes.whole(1, 1 << 20))),
+    "block-size": ("block_size", axes.pair(axes.whole(1, MOST_BLOCK_SIZE))),
     "mover": ("mover", axes.word),
-    "streams": ("streams", axes.whole(1, 1024)),
+    "streams": ("streams", axes.whole(1, MOST_STREAMS)),
     "op": ("op", axes.one_of(Op)),
     "mode": ("mode", axes.one_of(ModeName)),
     "merge": ("merge", axes.switch),
@@ -44,8 +45,8 @@ AXES: Mapping[str, tuple[str, Read]] = {
     "depth": ("depth", axes.whole_or_all(1)),
     "layers-per-transfer": ("layers_per_transfer", axes.whole_or_all(1)),
     "layer-compute": ("layer_compute_s", axes.seconds),
-    "batch": ("batch", axes.whole(1, 1 << 20)),
-    "tokens": ("tokens", axes.whole(1, 1 << 26)),
+    "batch": ("batch", axes.whole(1, MOST_REQUESTS)),
+    "tokens": ("tokens", axes.whole(1, MOST_TOKENS)),
     "bytes": ("", axes.size),
 }
 """From a flag to the field of Case that it sweeps, and what reads one value. In the order of nesting: what is last

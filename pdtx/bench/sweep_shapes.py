@@ -1,26 +1,19 @@
 """What the requests of a case come to, in bytes, and whether its two sides can be matched: by arithmetic alone."""
 
-from collections import Counter
 from functools import lru_cache
 
 import msgspec
 
+from pdtx.bench.limits import MOST_TOKENS
 from pdtx.bench.patterns import plan_pattern
-from pdtx.bench.station_caches import CaseModel, case_model, case_shape
-from pdtx.bench.work import Role, StationWork
-from pdtx.cache.shared import HUGE_PAGE_BYTES
+from pdtx.bench.station_caches import CaseModel, case_model, case_shape, positions_in_block
+from pdtx.bench.station_contents import region_sizes
+from pdtx.bench.station_memory import region_ends
 from pdtx.errors import InputError, PdtxError
-from pdtx.kvspec import KVCacheSpec, MambaSpec
-from pdtx.models import load_config, state_sharding
-from pdtx.parallel import rank_spec
+from pdtx.kvspec import KVCacheSpec
 from pdtx.plan import needed_positions
 from pdtx.results.model import Case
-from pdtx.units import ceil_div, format_bytes, round_up
-
-_MOST_TOKENS = 1 << 26
-_ROLES: tuple[Role, Role] = ("prefill", "decode")
-_SPARE, _LEAST_SPARE = 4, 5
-"""A pool has about one block in so many that nobody uses, and a few at least, the null block among them."""
+from pdtx.units import format_bytes
 
 
 def model_of(case: Case) -> CaseModel:
@@ -41,11 +34,7 @@ def request_bytes(case: Case) -> int:
 
 def _layer_bytes(model: CaseModel, spec: KVCacheSpec, tokens: int) -> int:
     positions = len(needed_positions(spec, tokens, model.encoder_positions))
-    return positions * spec.unpadded_page_size_bytes // _block_size(spec)
-
-
-def _block_size(spec: KVCacheSpec) -> int:
-    return 1 if isinstance(spec, MambaSpec) else spec.block_size
+    return positions * spec.unpadded_page_size_bytes // positions_in_block(spec)
 
 
 def tokens_for(case: Case, nbytes: int) -> int:
@@ -61,7 +50,7 @@ def tokens_for(case: Case, nbytes: int) -> int:
     low, high = 0, 1
     while amount(high) < nbytes:
         low, high = high, 2 * high
-        if high * block > _MOST_TOKENS:
+        if high * block > MOST_TOKENS:
             raise InputError(
                 f"no request comes to {format_bytes(nbytes)}: {low * block:,} tokens are {format_bytes(amount(low))}"
             )
@@ -73,34 +62,17 @@ def tokens_for(case: Case, nbytes: int) -> int:
 
 
 def agent_bytes(case: Case, agents: tuple[int, int]) -> tuple[int, int]:
-    """Return about what the caches of a prefill and of a decode agent take, of the one that needs most of each.
+    """Return what the caches of a prefill and of a decode agent take, of the one that needs most of each.
 
     Raises InputError for agents that do not go with the case's pattern.
     """
     pattern = plan_pattern(case, *agents)
+    sides = [[work for work in works if work is not None] for works in (pattern.prefill, pattern.decode)]
+    shapes = {number: case_shape(case, number) for number in {work.pool_requests for works in sides for work in works}}
     here, there = (
-        max(_pool_bytes(case, work) for work in works if work is not None)
-        for works in (pattern.prefill, pattern.decode)
+        max(region_ends(region_sizes(work, shapes[work.pool_requests]))[-1] for work in works) for works in sides
     )
     return here, there
-
-
-def _pool_bytes(case: Case, work: StationWork) -> int:
-    model, tp = model_of(case), case.tp[_ROLES.index(work.role)]
-    sharding = state_sharding(load_config(case.model))
-    regions = Counter[KVCacheSpec]()  # layers of one spec lie in one region of each rank
-    for spec in model.layers[work.role].values():
-        regions[spec] += _pool_blocks(case, work, model, spec) * rank_spec(spec, tp, sharding).page_size_bytes
-    return sum(round_up(nbytes, HUGE_PAGE_BYTES) * len(work.ranks) for nbytes in regions.values())
-
-
-def _pool_blocks(case: Case, work: StationWork, model: CaseModel, spec: KVCacheSpec) -> int:
-    if case.block_tables is not None and not isinstance(spec, MambaSpec):
-        place = _ROLES.index(work.role)
-        return max((max(pair[place], default=0) for pair in case.block_tables), default=0) + _LEAST_SPARE
-    needed, size = needed_positions(spec, case.tokens, model.encoder_positions), _block_size(spec)
-    used = max(0, ceil_div(needed.stop, size) - needed.start // size) * work.pool_requests
-    return used + max(_LEAST_SPARE, used // _SPARE + 1)
 
 
 def why_impossible(case: Case) -> str | None:
