@@ -18,7 +18,6 @@ from pdtx.cache import PagedKVCache
 from pdtx.engine import (
     InboundRequest,
     TransferTimes,
-    union_seconds,
 )
 from pdtx.errors import (
     AuthenticationFailed,
@@ -39,6 +38,7 @@ from pdtx.protocol import (
     ReadReference,
 )
 from pdtx.sidechannel import Dialer, Listener
+from pdtx.spans import union_seconds
 from pdtx.testing.pair import Leaks
 from pdtx.testing.wrapped import WrappedConnection
 from pdtx.transports import Connection, Region, TransferHandle, TransferKey, make_mover

@@ -22,8 +22,9 @@ from pdtx.report.tables import Table
 from pdtx.report.trace import chrome_trace, computations, lanes
 from pdtx.results import write_result_file
 from pdtx.results.model import Case, NodeFacts, Result, Sample, Transfer
-from pdtx.results.overlap import covered, overlaps
+from pdtx.results.overlap import overlaps
 from pdtx.results.summary import counted_samples
+from pdtx.spans import union_seconds
 from tests.synthetic_results import MIB, link_sample, recorded, result_of, sample, swept
 
 OLD = Path(__file__).parent / "data" / "results"
@@ -110,10 +111,10 @@ class TestTables:
 
 class TestOverlap:
     def test_covered_counts_no_second_twice(self) -> None:
-        assert covered([(0, 2), (1, 3), (5, 6)]) == 4
-        assert covered([(0, 2), (1, 3), (5, 6)], until=2.5) == 2.5
-        assert covered([(0, 10), (1, 2)], until=4) == 4
-        assert covered([(0, 10), (1, 2), (3, 11)]) == 11
+        assert union_seconds([(0, 2), (1, 3), (5, 6)]) == 4
+        assert union_seconds([(0, 2), (1, 3), (5, 6)], until=2.5) == 2.5
+        assert union_seconds([(0, 10), (1, 2)], until=4) == 4
+        assert union_seconds([(0, 10), (1, 2), (3, 11)]) == 11
 
     def test_what_is_hidden_lies_before_the_last_layer_is_computed(self) -> None:
         case = Case(layer_compute_s=1.0)

@@ -135,8 +135,8 @@ class TestMatching:
     def test_what_explains_nothing_is_not_told_and_the_label_is_first(self) -> None:
         def run(label: str, port: int, **more: object) -> Result:
             config = {
-                "prefill": [f"a:{port}", f"b:{port + 1}"], "decode": f"[::1]:{port}", "key": f"/tmp/{port}/k",
-                "peer-key": [f"/tmp/{port}/p"], "output": f"/tmp/{port}/out", "block-size": "16:16", **more,
+                "prefill": [f"a:{port}", f"b:{port + 1}"], "decode": f"[::1]:{port}", "key": f"/keys/{port}/k",
+                "peer-key": [f"/keys/{port}/p"], "output": f"/results/{port}/out", "block-size": "16:16", **more,
             }  # fmt: skip
             return result_of(recorded([0.01] * 9, MIB), label=label, config=config)
 

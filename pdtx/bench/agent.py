@@ -21,6 +21,7 @@ from pdtx.errors import InputError, PdtxError
 from pdtx.protocol import Answer, Call, Hello, Message, Reject, TierHello
 from pdtx.report import machine_facts
 from pdtx.sidechannel import Listener, Security, require_protection
+from pdtx.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class Agent:
         try:
             hello = calls.unpack(call.body, calls.HelloCall)
             calls.check_hello(hello, pdtx.__version__)
-            self._admit(peer, calls.printable(hello.driver[:200]))
+            self._admit(peer, printable(hello.driver[:200], " "))
         except PdtxError as error:
             self._send(peer, calls.failed(call.call_id, error))
             return

@@ -13,6 +13,7 @@ import pdtx.errors
 from pdtx.bench.work import LinkChecked, LinkMoved, Prepared, Role, StationWork
 from pdtx.errors import InputError, PdtxError, PeerError, ProtocolError
 from pdtx.protocol import MAX_BODY_BYTES, PROTOCOL_VERSION, Answer, Id, brief, unpack_fields
+from pdtx.text import printable
 from pdtx.transports.base import Path
 
 Body = TypeVar("Body")
@@ -232,7 +233,7 @@ def error_of(answer: Answer, agent: str) -> PdtxError:
 
     An error of a peer is one between agents and not of the driver with this agent.
     """
-    text = f"{agent}: {printable(answer.error)}"
+    text = f"{agent}: {printable(answer.error, ' ')}"
     cls = getattr(pdtx.errors, answer.kind, PdtxError)
     known = isinstance(cls, type) and issubclass(cls, PdtxError)
     # Made without its own __init__, which may want more than a text.
@@ -241,14 +242,9 @@ def error_of(answer: Answer, agent: str) -> PdtxError:
     return error
 
 
-def printable(text: str) -> str:
-    """Return a peer's text fit for terminals and logs: one line, nothing that a terminal acts upon."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
 def cause_of(reason: str) -> str:
     """Return why the other side counts as lost, with what may be behind it where it was merely silent."""
-    text = printable(reason)
+    text = printable(reason, " ")
     return f"{text}; it was stopped, or a host is overloaded" if "nothing heard" in text else text
 
 

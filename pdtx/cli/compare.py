@@ -50,7 +50,7 @@ def compare(
     from pdtx.report.comparison import comparison_remarks, comparison_table, unproven
     from pdtx.results import read_result_file
     from pdtx.results.comparison import compare_results
-    from pdtx.results.text import printable
+    from pdtx.text import printable
 
     limit = parse_share(fail_above, "--fail-above") if fail_above is not None else None
     allowed = parse_share(noise, "--noise")

@@ -18,7 +18,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite the file if it i
 
 def emit_lines(lines: Iterable[str]) -> None:
     """Put lines on stdout. What a file says is another's, and may not steer the terminal."""
-    from pdtx.results.text import printable
+    from pdtx.text import printable
 
     emit("\n".join(printable(line) for line in lines))
 

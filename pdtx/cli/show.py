@@ -53,7 +53,7 @@ def show(
 def _table(result: "Result", rows: "list[Row]", style: Style, *, gbits: bool, markdown: bool) -> None:
     """Facts and remarks go to stderr where the table is to be pasted."""
     from pdtx.report.cases import VLLM_NOTE, case_table, facts_lines, remarks, vllm_table
-    from pdtx.results.text import printable
+    from pdtx.text import printable
 
     table = vllm_table(rows) if style is Style.VLLM else case_table(rows, gbits=gbits)
     after = [*([VLLM_NOTE] if style is Style.VLLM else []), *remarks(result, rows)]

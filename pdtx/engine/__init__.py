@@ -9,7 +9,7 @@ from pdtx.engine.peer_tier import PeerTier
 from pdtx.engine.producer import KVProducer
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.tier_server import TierServer
-from pdtx.engine.timing import TransferTimes, union_seconds
+from pdtx.engine.timing import TransferTimes
 
 __all__ = [
     "BufferFacts",
@@ -28,5 +28,4 @@ __all__ = [
     "facts_of",
     "match_caches",
     "register_cache",
-    "union_seconds",
 ]

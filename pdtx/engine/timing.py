@@ -1,21 +1,10 @@
 """A request's times, from the stamps of its transfers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdtx.spans import union_seconds
+
 Interval = tuple[float, float]
-
-
-def union_seconds(intervals: Iterable[Interval], until: float = float("inf")) -> float:
-    """Seconds covered by at least one interval (begin, end), counting only what lies before until."""
-    covered, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        end = min(end, until)
-        begin = max(begin, reached)
-        if end > begin:
-            covered += end - begin
-            reached = end
-    return covered
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pdtx.errors import ModelError
+from pdtx.text import printable
 
 _PRESETS = resources.files("pdtx.models") / "presets"
 _MOST_BYTES = 16 << 20
@@ -55,7 +56,7 @@ def _read(path: Path, shown: str) -> str:
 
 def _shown(name: str) -> str:
     """Return a name for a message: one line of a bearable length."""
-    text = "".join(c if c.isprintable() else "?" for c in name)
+    text = printable(name)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

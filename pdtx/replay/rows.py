@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdtx.engine import union_seconds
 from pdtx.serving import Ended
+from pdtx.spans import union_seconds
 from pdtx.units import gb_per_s
 
 PERCENTILES = (50, 90, 99)

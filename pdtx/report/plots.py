@@ -14,7 +14,7 @@ from pdtx.results.figures import percentile
 from pdtx.results.overlap import overlaps
 from pdtx.results.params import AMOUNTS, named_case, row_label_names, varied
 from pdtx.results.summary import counted_samples
-from pdtx.results.text import printable
+from pdtx.text import printable
 from pdtx.units import format_bytes, format_seconds
 
 _BAD = "#d02c2c"

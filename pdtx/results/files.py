@@ -14,7 +14,7 @@ from pdtx.results.impossible import refuse_impossible
 from pdtx.results.model import RESULT_FORMAT, RESULT_VERSION, Result
 from pdtx.results.old import from_version_1
 from pdtx.results.summary import summarize
-from pdtx.results.text import printable
+from pdtx.text import printable
 
 MOST_BYTES = 1 << 30
 """More is no result: it would be a million iterations and more."""

@@ -1,9 +1,9 @@
 """How much of a transfer hides behind the computation of the layers that come later."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdtx.results.model import Case, Sample
+from pdtx.spans import union_seconds
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,5 @@ def overlaps(case: Case, sample: Sample) -> list[Overlap]:
         of_link = [transfer for transfer in sample.transfers if transfer.link == link]
         computed = max(transfer.ready for transfer in of_link)
         moves = [(transfer.posted, transfer.ended) for transfer in of_link]
-        found.append(Overlap(covered(moves, until=computed), covered(moves), computed))
+        found.append(Overlap(union_seconds(moves, until=computed), union_seconds(moves), computed))
     return found
-
-
-def covered(intervals: Iterable[tuple[float, float]], until: float = float("inf")) -> float:
-    """Return the seconds before until that at least one interval (begin, end) covers."""
-    seconds, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        seconds += max(0.0, min(end, until) - max(begin, reached))
-        reached = max(reached, min(end, until))
-    return seconds

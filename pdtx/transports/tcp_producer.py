@@ -26,6 +26,7 @@ from pdtx.errors import (
 )
 from pdtx.plan import Runs, Slices
 from pdtx.ranges.iovec import IovecCursor, check_within
+from pdtx.text import printable
 from pdtx.transports.base import MAX_NOTICE_BYTES, NOTICE_KEY, Connection, Path, Region, TransferHandle, TransferKey
 from pdtx.transports.bounce import Stager
 from pdtx.transports.crew import Crew, lost_by
@@ -327,7 +328,7 @@ def _error_of(status: Status, text: str, handle: TransferHandle) -> PdtxError | 
     if status is Status.DELIVERED:
         return None
     # A peer's text goes to terminals and logs: one line, printable.
-    reason = "".join(c if c.isprintable() else " " for c in text) or "no reason given"
+    reason = printable(text, " ") or "no reason given"
     if status is Status.REFUSED:
         return TransferRefused(f"{handle.peer} refused {handle.key}: {reason}")
     return TransferError(f"{handle.peer} could not take {handle.key}: {reason}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdtx.errors import PdtxError, ProtocolError, TransferError, TransferRefused
 from pdtx.plan import Slices
+from pdtx.text import printable
 from pdtx.transports.base import MAX_NOTICE_BYTES, TransferHandle, TransferKey
 from pdtx.transports.handshake import MAX_ID_BYTES
 from pdtx.transports.wire import FOREVER, Wire
@@ -233,7 +234,7 @@ def short(error: PdtxError | str) -> str:
 
 def told(text: str) -> str:
     """Return a peer's text fit for terminals and logs: one line, printable."""
-    return "".join(c if c.isprintable() else " " for c in text) or "no reason given"
+    return printable(text, " ") or "no reason given"
 
 
 def refusal(text: str, handle: TransferHandle) -> PdtxError:
