@@ -7,14 +7,14 @@ from typing import Any
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The entries of both nodes; a node without a report is an entry that is not ok."""
+    """The entries of both nodes; what a node without a report, or with part of one, lacks is an entry that is not ok."""
     entries = list[dict[str, Any]]()
     for node in (1, 2):
         path = folder / f"report.{node}.json"
-        if path.exists():
-            entries += [{"node": node, **entry} for entry in json.loads(path.read_text())]
-        else:
-            problem = "it left no report: see .lab/console and .lab/out beside this file"
+        report = json.loads(path.read_text()) if path.exists() else {"ended": False, "entries": []}
+        entries += [{"node": node, **entry} for entry in report["entries"]]
+        if not report["ended"]:
+            problem = "it has not come to its end: see .lab/console and .lab/out beside this file"
             entries.append({"node": node, "stage": "all", "name": "itself", "ok": False, "problems": [problem]})
     return entries
 

@@ -3,8 +3,10 @@
 import os
 import resource
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -13,6 +15,7 @@ from pdtx.doctor.addresses import check_addresses
 from pdtx.doctor.finding import Level, judged
 from pdtx.doctor.gpu import check_gpu
 from pdtx.doctor.infiniband import check_infiniband
+from pdtx.doctor.machine import run_program
 from pdtx.doctor.memory import check_memory, locked_memory, open_files
 from pdtx.doctor.movers import check_movers, try_all
 from pdtx.doctor.network import check_network
@@ -309,13 +312,39 @@ class TestNixl:
 
 
 class TestMovers:
-    def test_a_trial_that_dies_is_an_error_and_no_exception(self, tmp_path: Path) -> None:
+    def test_trials_that_cannot_be_made_are_errors_and_no_exception(self, tmp_path: Path) -> None:
         trials = try_all(machine(tmp_path, {}, says=None), ["ucx"])
-        assert "without a word" in trials["ucx"].error
+        assert "could not be tried" in trials["ucx"].error
         assert named(list(check_movers(trials)), "ucx").stops == ("ucx",)
 
+    def test_one_that_dies_or_hangs_or_prints_leaves_the_others_alone(self) -> None:
+        """With real processes, of movers that do so."""
+        program = """
+            import os, signal, sys, time
+            from pdtx.doctor import __main__, probe
+
+            def try_mover(name):
+                if name == "ucx":
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                if name == "shm":
+                    time.sleep(600)
+                print("trial of", name, flush=True)
+                return probe.Trial(name=name, detail="works")
+
+            probe.try_mover = try_mover
+            __main__.main()
+        """
+
+        def run(command: Sequence[str], timeout_s: float) -> str | None:
+            return run_program([sys.executable, "-c", dedent(program), *command[3:]], timeout_s)
+
+        trials = try_all(Machine(run=run), ["ucx", "tcp", "shm", "nixl"], trial_s=8)
+        assert (trials["tcp"].detail, trials["nixl"].detail) == ("works", "works")
+        assert "its process died" in trials["ucx"].error
+        assert "has not started in time" in trials["shm"].error
+
     def test_what_a_library_prints_beside_is_left_out(self, tmp_path: Path) -> None:
-        says = 'hello\n\ntrial {"name":"tcp"}\nbye\n'
+        says = 'hello\n\npdtx-trial {"name":"tcp"}\nbye\n'
         assert try_all(machine(tmp_path, {}, says=says), ["tcp"]) == {"tcp": Trial(name="tcp")}
 
     def test_rdma_is_what_a_started_ucx_would_use(self) -> None:

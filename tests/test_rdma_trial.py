@@ -66,20 +66,27 @@ def entry(**changes: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("second", "fine"),
-    [([entry()], True), ([entry(ok=False, problems=["n: wrong 3"])], False), (None, False)],
-    ids=["well", "wrong", "no report"],
+    ("second", "ended", "fine"),
+    [
+        ([entry()], True, True),
+        ([entry(ok=False, problems=["n: wrong 3"])], True, False),
+        ([entry()], False, False),
+        (None, False, False),
+    ],
+    ids=["well", "wrong", "cut off", "no report"],
 )
 def test_the_report_is_of_both_nodes(
     second: list[dict[str, object]] | None,
+    ended: bool,
     fine: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for number, entries in ((1, [entry()]), (2, second)):
+    for number, reports, entries in ((1, True, [entry()]), (2, ended, second)):
         if entries is not None:
-            (tmp_path / f"report.{number}.json").write_text(json.dumps(entries))
+            whole = {"ended": reports, "entries": entries}
+            (tmp_path / f"report.{number}.json").write_text(json.dumps(whole))
     monkeypatch.setattr(sys, "argv", ["rdma_report", str(tmp_path)])
     assert rdma_report.main() == (0 if fine else 1)
     told = capsys.readouterr().out
@@ -87,7 +94,8 @@ def test_the_report_is_of_both_nodes(
         "rdma (rc_verbs/rxe0:1, UCX 1.23.0); 4096 bytes, wrong elements 0; card: 7 packets sent of at least 1" in told
     )
     assert ("FAIL node 2" in told) is not fine
-    assert len(json.loads((tmp_path / "report.json").read_text())) == 2
+    seen = json.loads((tmp_path / "report.json").read_text())
+    assert len(seen) == 1 + len(second or ()) + (not ended)
 
 
 def test_nodes_meet_and_do_not_wait_for_ever(tmp_path: Path) -> None:

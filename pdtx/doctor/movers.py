@@ -1,8 +1,7 @@
 """Movers and CUDA, each tried in a process of its own."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,24 +11,18 @@ from pdtx.doctor.machine import Machine
 from pdtx.doctor.probe import CUDA, MARK, Trial
 
 TRIAL_S = 60.0
-_AT_ONCE = 2
-_BROKEN = "it ended without a word, by a signal or after its deadline; try: python -m pdtx.doctor.probe "
+_KILLING_S = 5.0
+_SILENT = "could not be tried: python did not import pdtx in time; longer: --trial-timeout"
 _MOVERS: Mapping[str, tuple[Want, ...]] = {"tcp": ("tcp",), "shm": ("shm",), "ucx": ("ucx",), "nixl": ("nixl",)}
 _INSTALL = {"ucx": "pip install 'pdtx[ucx]'", "nixl": "pip install 'pdtx[nixl]'"}
 
 
-def try_all(machine: Machine, names: Iterable[str] = (*_MOVERS, CUDA), *, trial_s: float = TRIAL_S) -> dict[str, Trial]:
+def try_all(machine: Machine, names: Sequence[str] = (*_MOVERS, CUDA), *, trial_s: float = TRIAL_S) -> dict[str, Trial]:
     """Try movers and CUDA. One that says nothing for trial_s seconds, or ends badly, is told as an error."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return {trial.name: trial for trial in pool.map(lambda name: _try(machine, name, trial_s), names)}
-
-
-def _try(machine: Machine, name: str, trial_s: float) -> Trial:
-    told = machine.run((sys.executable, "-m", "pdtx.doctor.probe", name), trial_s)
-    lines = [line for line in (told or "").splitlines() if line.startswith(MARK)]
-    if not lines:
-        return Trial(name=name, error=_BROKEN + name)
-    return msgspec.json.decode(lines[-1].removeprefix(MARK), type=Trial)
+    told = machine.run((sys.executable, "-m", "pdtx.doctor", f"{trial_s:g}", *names), trial_s + _KILLING_S)
+    lines = [line.removeprefix(MARK) for line in (told or "").splitlines() if line.startswith(MARK)]
+    trials = {trial.name: trial for trial in (msgspec.json.decode(line, type=Trial) for line in lines)}
+    return {name: trials.get(name, Trial(name=name, error=_SILENT)) for name in names}
 
 
 def check_movers(trials: Mapping[str, Trial]) -> Iterator[Finding]:

@@ -1,17 +1,25 @@
-"""A trial in a process of its own: `python -m pdtx.doctor.probe NAME` makes a mover, or asks torch for CUDA.
+"""Trials: to make a mover, or to ask torch for CUDA.
 
-Libraries that it loads may hang, print or take the process down; none of that is to end an examination. It writes one
-line of JSON, a Trial.
+Libraries that a trial loads may hang, print or take the process down; none of that is to end an examination. So each
+trial has a process of its own, forked from one that has imported what all need: torch alone takes seconds, on slow
+machines a minute.
 """
 
-import logging
-import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 
 import msgspec
 
 from pdtx.errors import PdtxError
 
 CUDA = "cuda"
+MARK = "pdtx-trial "
+"""What a trial's line of JSON begins with: libraries print on stdout too."""
+
+_SEE = "; to see more: python -m pdtx.doctor 60 "
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,17 +88,33 @@ def try_cuda() -> Trial:
     return Trial(name=CUDA, detail=f"torch {torch.__version__}, CUDA {torch.version.cuda}: {', '.join(names)}")
 
 
-def main() -> None:
-    """Entry point: one name."""
-    logging.disable(logging.CRITICAL)
-    name = sys.argv[1]
-    trial = try_cuda() if name == CUDA else try_mover(name)
-    # With a mark before it, since libraries print on stdout too.
-    sys.stdout.write(f"\n{MARK}{msgspec.json.encode(trial).decode()}\n")
-    sys.stdout.flush()
+def try_all(names: Sequence[str], limit: float) -> Iterator[Trial]:
+    """Try all at once; one that has not ended at limit (time.monotonic) is killed, and told as an error."""
+    import_module("pdtx.transports")
+    forked = get_context("fork")
+    under_way = []
+    for name in names:
+        ours, theirs = forked.Pipe(duplex=False)
+        process = forked.Process(target=_tell, args=(name, theirs), daemon=True)
+        process.start()
+        # The trial's own end of the pipe is the last one: when it dies, the pipe says so.
+        theirs.close()
+        under_way.append((name, ours, process))
+    for name, ours, process in under_way:
+        yield _hear(name, ours, limit)
+        # What it has loaded may crash at its end.
+        process.kill()
+        process.join()
 
 
-MARK = "trial "
+def _tell(name: str, end: Connection) -> None:
+    end.send_bytes(msgspec.json.encode(try_cuda() if name == CUDA else try_mover(name)))
 
-if __name__ == "__main__":
-    main()
+
+def _hear(name: str, end: Connection, limit: float) -> Trial:
+    if not end.poll(max(limit - time.monotonic(), 0)):
+        return Trial(name=name, error=f"it has not started in time{_SEE}{name}")
+    try:
+        return msgspec.json.decode(end.recv_bytes(), type=Trial)
+    except EOFError:
+        return Trial(name=name, error=f"its process died{_SEE}{name}")
