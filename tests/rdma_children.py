@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported all they need.
+"""Processes that are forked from one that has imported all they need, and has done once what they all do at first.
 
 On an emulated processor the imports of torch and transformers take most of a process's time; forked, they are there.
 """
@@ -22,12 +22,20 @@ _END_S = 30.0
 
 _MODULES = (
     "pytest",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
+    "pydantic.main",
+    "pydantic.type_adapter",
     "decode_node.__main__",
+    "decode_node.watching",
     "prefill_node.__main__",
+    "prefill_node.watching",
     "pdtx.engine",
+    "pdtx.runner.paged",
     "pdtx.runner.runner",
     "pdtx.serving",
+    "pdtx.transports.nixl.mover",
+    "pdtx.transports.ucx.mover",
     "tests.rdma_faults",
 )
 

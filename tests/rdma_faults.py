@@ -5,6 +5,7 @@ that the consumer has been told is its own again. Prints a JSON object a fault.
 """
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -199,15 +200,19 @@ class Producer:
     def failed(self, handle: TransferHandle, fault: str, kinds: tuple[type[PdtxError], ...], limit_s: float) -> None:
         """The handle must end with an error of these kinds within limit_s."""
         begun = time.monotonic()
+        # What keeps it from ending in time goes to the log.
+        faulthandler.dump_traceback_later(limit_s)
         try:
             handle.wait()
         except kinds as error:
             took = time.monotonic() - begun
-            require(took < limit_s, f"{fault}: the error came after {took:.1f} s, not within {limit_s:g} s")
+            require(took < limit_s, f"{fault}: {error!r} came after {took:.1f} s, not within {limit_s:g} s")
             facts = {"error": type(error).__name__, "text": str(error), "after_s": round(took, 2)}
             say(fault, side="producer", mover=self.name, **facts)
         else:
             require(False, f"{fault}: the transfer ended as {handle.state.name}")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def link_down(self) -> None:
         """The card here notices, and says so."""

@@ -26,6 +26,15 @@ Add = Callable[..., None]
 """How something that was tried gets into the report: name, problems, facts."""
 
 
+def load_once(node: Node) -> None:
+    """So that what transformers compiles when it first loads a model is there in each of the nodes forked later."""
+    import torch
+
+    from pdtx.runner.load import load_model
+
+    load_model(node.share / "model", torch.float32, "cpu")
+
+
 def run_decode(node: Node, way: str, add: Add) -> None:
     """Serve until the prefill node has had enough."""
     words = _words(node, way, "decode", "prefill")

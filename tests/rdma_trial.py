@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.rdma_children import Child, import_all
 from tests.rdma_node import Node, counters, device, grown
-from tests.rdma_nodes import WAYS, run_decode, run_prefill
+from tests.rdma_nodes import WAYS, load_once, run_decode, run_prefill
 
 _MOVERS = ("ucx", "nixl")
 _STAGE_S = 600.0
@@ -164,8 +164,11 @@ _STAGES: dict[str, Callable[[Trial], None]] = {
 def main() -> int:
     trial = Trial(Node.of_environment())
     import_all()
+    stages = sys.argv[1:] or list(_STAGES)
+    if "nodes" in stages:
+        load_once(trial.node)
     trial.note("imported")
-    for stage in sys.argv[1:] or _STAGES:
+    for stage in stages:
         trial.run(stage)
     return trial.end()
 

@@ -107,7 +107,7 @@ class TestInfiniband:
         port = named(found, "mlx5_0:1").value
         assert "400 Gb/sec" in port
         assert "1 GIDs, GID 0 fe80:" in port
-        assert port.endswith("RoCE v2")
+        assert "RoCE v2, index 0 picked by UCX" in port
 
     @pytest.mark.parametrize(
         ("card_mtu", "told"),
@@ -119,19 +119,31 @@ class TestInfiniband:
         assert found.endswith(told)
 
     @pytest.mark.parametrize(
-        ("environ", "told"),
+        ("chosen", "more", "told"),
         [
-            ({}, "index chosen by UCX (UCX_IB_GID_INDEX)"),
-            ({"UCX_IB_GID_INDEX": "auto"}, "index chosen by UCX (UCX_IB_GID_INDEX)"),
-            ({"UCX_IB_GID_INDEX": "3"}, "index 3 by UCX_IB_GID_INDEX"),
+            (None, {"3": ("0000:0000:0000:0000:0000:ffff:0a00:0001", "RoCE v2")}, "index 3 picked by UCX"),
+            ("auto", {"3": ("0000:0000:0000:0000:0000:ffff:0a00:0001", "RoCE v2")}, "index 3 picked by UCX"),
+            (None, {"3": ("0000:0000:0000:0000:0000:ffff:0a00:0001", "IB/RoCE v1")}, "index 0 picked by UCX"),
+            (None, {"3": ("fd77:0000:0000:0000:0000:0000:0000:0002", "RoCE v2")}, "index 0 picked by UCX"),
+            ("3", {"3": ("fd77:0000:0000:0000:0000:0000:0000:0002", "RoCE v2")}, "index 3 by UCX_IB_GID_INDEX, MTU"),
+            ("5", {"3": ("fd77:0000:0000:0000:0000:0000:0000:0002", "RoCE v2")}, "which the port does not have"),
         ],
     )
-    def test_which_of_several_gids(self, tmp_path: Path, environ: dict[str, str], told: str) -> None:
-        files = {f"{_PORT}/gids/3": "::ffff:10.0.0.1", f"{_PORT}/gid_attrs/types/3": "RoCE v2"}
+    def test_which_of_several_gids(
+        self, tmp_path: Path, chosen: str | None, more: dict[str, tuple[str, str]], told: str
+    ) -> None:
+        files = {f"{_PORT}/gid_attrs/ndevs/0": "eth2", "sys/class/net/eth2/mtu": "9000"}
+        for index, (address, kind) in more.items():
+            files |= {f"{_PORT}/gids/{index}": address, f"{_PORT}/gid_attrs/types/{index}": kind}
+        environ = {} if chosen is None else {"UCX_IB_GID_INDEX": chosen}
         found = named(list(check_infiniband(machine(tmp_path, _CARD | files, environ))), "mlx5_0:1").value
         assert "2 GIDs" in found
-        assert "GID 3 ::ffff:10.0.0.1 RoCE v2" in found
+        assert "GID 3 {} {}".format(*more["3"]) in found
         assert told in found
+
+    def test_infiniband_proper_takes_the_first(self, tmp_path: Path) -> None:
+        files = {f"{_PORT}/link_layer": "InfiniBand", f"{_PORT}/gids/1": "fe80:0000:0000:0000:0000:0000:0000:0009"}
+        assert "index 0 picked" in named(list(check_infiniband(machine(tmp_path, _CARD | files))), "mlx5_0:1").value
 
     @pytest.mark.parametrize(
         ("change", "name"),

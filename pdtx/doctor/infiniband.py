@@ -1,6 +1,7 @@
 """Verbs devices: InfiniBand, RoCE and iWARP cards as the kernel shows them, and what lets a process use them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pdtx.doctor.finding import Finding
 from pdtx.doctor.machine import Machine
@@ -8,7 +9,10 @@ from pdtx.doctor.machine import Machine
 _SUBJECT = "RDMA"
 _FOLDER = "/sys/class/infiniband"
 _NULL_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_IPV4_GID = "0000:0000:0000:0000:0000:ffff:"
 _GIDS_TOLD = 4
+_ETHERNET = "Ethernet"
+_AUTO = "auto"
 _ROCE_BYTES = (256, 512, 1024, 2048, 4096)
 _ROCE_HEADERS = 96
 """Bytes that IPv6, UDP and RoCE's own headers may need."""
@@ -21,6 +25,23 @@ _DEVICES = (
     "let the process have /dev/infiniband: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, or an rdma/... "
     "resource in Kubernetes; on the host load ib_uverbs"
 )
+
+
+@dataclass(frozen=True)
+class _Gid:
+    """An entry of a port's GID table. kind: RoCE v2, IB/RoCE v1, or empty where it is not told."""
+
+    index: int
+    address: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.index} {self.address} {self.kind}".strip()
+
+    @property
+    def is_ipv4(self) -> bool:
+        """Whether it stands for an address of IPv4."""
+        return self.address.startswith(_IPV4_GID)
 
 
 def check_infiniband(machine: Machine) -> Iterator[Finding]:
@@ -58,13 +79,13 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
     gids = _gids(machine, folder)
     words = [state, layer, rate or "no rate told", f"{len(gids)} GIDs"]
     words += [f"GID {gid}" for gid in gids[:_GIDS_TOLD]]
-    words += [f"index {_picked(machine)}"] if len(gids) > 1 else []
+    words += [_picked(machine, layer, gids)] if gids else []
     words += _mtu(machine, folder)
     words += [f"NUMA node {node}"] if node is not None and node >= 0 else []
     name, value = f"{device}:{port}", ", ".join(words)
     if not state.endswith("ACTIVE"):
         fix = (
-            "connect it and bring its network card up" if layer == "Ethernet" else "check the cable and subnet manager"
+            "connect it and bring its network card up" if layer == _ETHERNET else "check the cable and subnet manager"
         )
         return _finding(name, value, fix=fix, fails=needed)
     if not gids:
@@ -73,10 +94,16 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
     return _finding(name, value, fix="", fails=False)
 
 
-def _picked(machine: Machine) -> str:
-    """Return which GID a UCX with verbs takes, as far as it is said anywhere but in its log."""
-    chosen = machine.environ.get("UCX_IB_GID_INDEX")
-    return f"{chosen} by UCX_IB_GID_INDEX" if chosen not in (None, "auto") else "chosen by UCX (UCX_IB_GID_INDEX)"
+def _picked(machine: Machine, layer: str, gids: Sequence[_Gid]) -> str:
+    """Return which GID UCX takes, by the rule of its uct_ib_device_select_gid: seen in its log for 1.23."""
+    chosen = machine.environ.get("UCX_IB_GID_INDEX", _AUTO)
+    if chosen != _AUTO:
+        known = any(str(gid.index) == chosen for gid in gids)
+        return f"index {chosen} by UCX_IB_GID_INDEX" + ("" if known else ", which the port does not have")
+    if layer != _ETHERNET:
+        return "index 0 picked by UCX"
+    first = min(gids, key=lambda gid: (gid.kind != "RoCE v2", not gid.is_ipv4, gid.index))
+    return f"index {first.index} picked by UCX (RoCE v2 and IPv4 first; UCX_IB_GID_INDEX changes it)"
 
 
 def _mtu(machine: Machine, folder: str) -> list[str]:
@@ -89,12 +116,11 @@ def _mtu(machine: Machine, folder: str) -> list[str]:
     return [f"MTU {fitting[-1]} ({card}: {room})"] if fitting else [f"MTU of {card}: {room}"]
 
 
-def _gids(machine: Machine, folder: str) -> list[str]:
-    """Return 'INDEX ADDRESS TYPE' of each entry of a port's table that is in use."""
-    found = list[str]()
-    for index in sorted(machine.names(f"{folder}/gids"), key=lambda name: (len(name), name)):
-        gid = machine.text(f"{folder}/gids/{index}")
-        if gid and gid != _NULL_GID:
-            kind = machine.text(f"{folder}/gid_attrs/types/{index}")
-            found.append(f"{index} {gid} {kind or ''}".strip())
-    return found
+def _gids(machine: Machine, folder: str) -> list[_Gid]:
+    """Return the entries of a port's table that are in use, by index."""
+    found = list[_Gid]()
+    for name in machine.names(f"{folder}/gids"):
+        address = machine.text(f"{folder}/gids/{name}")
+        if address and address != _NULL_GID and name.isdecimal():
+            found.append(_Gid(int(name), address, machine.text(f"{folder}/gid_attrs/types/{name}") or ""))
+    return sorted(found, key=lambda gid: gid.index)
