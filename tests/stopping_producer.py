@@ -45,8 +45,8 @@ def stop_in_sender_1(key: TransferKey, idle: TransferHandle, post: Post) -> Tran
 
 def try_one(producer: KVProducer, name: str, deadline_s: float) -> str:
     """Ship a request and say how it ended."""
-    if not producer.wait_for_blocks(producer.blocks_needed(TOKENS), 2.0):
-        return "the blocks of the request before did not come back within 2 s"
+    if not producer.wait_for_blocks(producer.blocks_needed(TOKENS), 10.0):
+        return "the blocks of the request before did not come back within 10 s"
     try:
         request: OutboundRequest = producer.begin(name, list(range(TOKENS)), max_tokens=2, timeout_s=deadline_s)
         produce(producer, request)

@@ -1,7 +1,6 @@
 """Real architectures of every kind of caching, with tiny random weights, over paged caches."""
 
 import json
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pdtx.cli.prompts import read_prompts
 from pdtx.errors import InputError, ModelError, ParallelError
 from pdtx.report import RequestRow, read_result
 from pdtx.runner import ModelRunner, PagedSequence, greedy, prefill
+from tests.ports import free_port
 from tests.tiny_models import ARCHITECTURES, VOCAB, WINDOW, tiny_checkpoint
 
 STEPS = 12
@@ -144,12 +144,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory, load: Callable[[str], Mode
 def side(layout: str, block_size: int, *more: str) -> list[str]:
     common = ["--dtype", "float32", "--threads", "1", "--num-blocks", str(NUM_BLOCKS)]
     return [*common, "--layout", layout, "--block-size", str(block_size), *more]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def disaggregated(model: Path, file: Path, prefill_side: list[str], decode_side: list[str]) -> list[RequestRow]:

@@ -270,7 +270,7 @@ def test_every_address_of_a_machine_is_no_place_for_data() -> None:
 
 
 def test_an_agent_that_ends_says_so_to_who_waits(agent: Agent, remote: RemoteAgent, station: FakeStation) -> None:
-    station.move_s = 0.5
+    station.move_s = 60.0
     moving = remote.start(calls.MOVE, calls.MoveCall((0,), time.monotonic(), 5.0))
     threading.Thread(target=agent.close).start()
     with pytest.raises(PeerLost, match="lost decode agent 0"):
@@ -292,11 +292,12 @@ def test_gather_waits_for_all_and_raises_the_first_failure(remote: RemoteAgent, 
 def test_a_call_whose_answer_is_late_leaves_the_agent_stuck_until_it_comes(
     remote: RemoteAgent, station: FakeStation
 ) -> None:
-    station.move_s = 0.5
+    station.move_s, station.ends_when_stopped = 60.0, False
     moving = remote.start(calls.MOVE, calls.MoveCall((0,), time.monotonic(), 5.0))
     with pytest.raises(DeadlineExceeded, match="the answer to move"):
         moving.result(time.monotonic() + 0.05)
     assert remote.stuck
+    station.stopped.set()  # it ends, and well
     remote.start(calls.LOAD).result(_soon())
     assert not remote.stuck
 

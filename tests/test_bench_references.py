@@ -49,12 +49,12 @@ def test_a_server_that_takes_fewer_bytes_would_show() -> None:
     """The answer comes only after all bytes: a client that expects less would wait for ever, and has a deadline."""
     with (
         ReferenceServer.open("socket", "127.0.0.1", 2 * NBYTES) as server,
-        ReferenceClient("socket", server.address, server.token, NBYTES, timeout_s=0.3) as client,
+        ReferenceClient("socket", server.address, server.token, NBYTES, timeout_s=2.0) as client,
     ):
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="the answer to a round"):
             client.round()
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 20.0
 
 
 def test_a_client_that_leaves_makes_room_for_the_next() -> None:

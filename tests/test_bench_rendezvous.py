@@ -28,7 +28,9 @@ from pdtx.errors import (
     PeerUnreachable,
 )
 from pdtx.sidechannel import Dialer, KeyPair, Security
+from tests.engine_pair import wait_until
 from tests.fake_station import FakeStation
+from tests.ports import free_port
 
 _TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 _SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "20017", "SLURM_JOB_NODELIST": "node[03-05,7],x"}
@@ -91,10 +93,7 @@ def test_a_list_of_hosts_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
+    return free_port()
 
 
 def _place(rank: int, port: int) -> Place:
@@ -154,6 +153,13 @@ def test_a_driver_that_goes_without_a_word_is_noticed_though_the_store_lives(
 ) -> None:
     # As under torchrun, whose store is not rank 0's.
     monkeypatch.setattr("pdtx.bench.rendezvous._WORD_S", 0.3)
+    looks, look = list[None](), Rendezvous._stopped
+
+    def counted(member: Rendezvous) -> str | None:
+        looks.append(None)
+        return look(member)
+
+    monkeypatch.setattr(Rendezvous, "_stopped", counted)
     public, secret = zmq.curve_keypair()
     store = RunStore(_place(0, port), 20.0)
     store.put("driver", public)
@@ -163,7 +169,8 @@ def test_a_driver_that_goes_without_a_word_is_noticed_though_the_store_lives(
         security = Security(KeyPair(public, secret), [member["public"]])
         remote = RemoteAgent(member["address"], "decode", 0, security)
         remote.connect(time.monotonic() + 20.0)
-        time.sleep(0.5)  # until it has been seen
+        seen = len(looks) + 2  # by the end of the first look that begins now, so when the next one begins
+        wait_until(lambda: len(looks) >= seen, "to be seen")
         remote.close()
 
     driver = threading.Thread(target=drive_and_go)

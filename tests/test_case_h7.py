@@ -8,11 +8,12 @@ A row is a function of a mover's name. It runs for every mover, and once more fo
 just that way, under which it has to fail.
 """
 
+import contextlib
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,13 +43,13 @@ LAYERS = 2
 
 DEADLINE_S = 2.0
 TOLERANCE_S = 0.5
-BUSY_S = 0.4
+BUSY_S = 1.0
 """What a machine that does much else besides may add; the teeth are later by more than both."""
-SLOW_S = 0.7
-WRITES_UNTIL_S = 0.9
+QUIET_S = 0.4
+"""How long nothing is to happen that a fault would bring about at once."""
 SILENCE_S = 1.0
-EARLY_S = 0.5
-SETTLED_S = 2.0
+SETTLED_S = 4.5
+"""Less than any deadline or silence that would settle things by itself."""
 
 MOVERS = ("tcp", "ucx", "shm", "nixl")
 
@@ -295,16 +296,23 @@ def row_all_words_dropped(mover: str) -> None:
 
 
 class PlacedTwice(FaultyReceiver):
-    """Tells the end of sender 0's payloads twice."""
+    """Tells the end of sender 0's payloads twice. twice: those of which it has done so."""
+
+    def __init__(self, inner: Receiver, twice: list[TransferKey]) -> None:
+        super().__init__(inner)
+        self._twice = twice
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         self.inner.placed(session_id, key, nbytes, error)
         if key.src_rank == 0 and key.request_id == "r":
             self.inner.placed(session_id, key, nbytes, error)
+            self._twice.append(key)
 
 
 def row_twice(mover: str, *, by_mover: bool = False) -> None:
-    with Case(mover, PlacedTwice if by_mover else lambda receiver: receiver) as case:
+    placed, held = list[TransferKey](), list[Callable[[], None]]()
+    receive = partial(PlacedTwice, twice=placed) if by_mover else lambda receiver: receiver
+    with Case(mover, receive) as case:
 
         def slow(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
             if key.src_rank == 0:
@@ -316,7 +324,7 @@ def row_twice(mover: str, *, by_mover: bool = False) -> None:
             def end_with(real: TransferHandle) -> None:
                 idle.finish(real.error)
 
-            case.timers.after(SLOW_S, go)
+            held.append(go)
             return idle
 
         def twice(message: Message) -> list[Message]:
@@ -326,19 +334,24 @@ def row_twice(mover: str, *, by_mover: bool = False) -> None:
         case.faults.on_put = slow
         if not by_mover:
             case.faults.say = twice
-        begun, request = time.monotonic(), case.begin("r")
+        request = case.begin("r", 20.0)
         received = case.pair.received("r")
         case.compute(request)
         duplicates = LAYERS if by_mover else 1
-        wait_until(lambda: case.consumer.duplicate_notices == duplicates, "the duplicate", SLOW_S)
         half = LAYERS * TOKENS * 2 * 2 * 16 * 2
-        wait_until(lambda: received.noticed_bytes == half, "all of sender 0", SLOW_S)
+        # The first word and its copy come before the last one.
+        wait_until(lambda: received.noticed_bytes >= half, "all of sender 0")
+        wait_until(lambda: len(placed) == (LAYERS if by_mover else 0), "the mover's second word of each")
+        assert case.consumer.duplicate_notices == duplicates
+        assert received.noticed_bytes == half
         missing = received.missing()
         assert missing is not None
         assert "from rank 1 to rank 0" in missing
-        assert case.consumer.next_ready(SLOW_S / 2) is None
+        assert case.consumer.next_ready(QUIET_S) is None
+        wait_until(lambda: len(held) == LAYERS, "all of sender 1")
+        for go in held:
+            go()
         case.verify(request)
-        assert time.monotonic() - begun >= SLOW_S
         assert case.consumer.duplicate_notices == duplicates
 
 
@@ -384,9 +397,9 @@ def row_other_waits(mover: str) -> None:
 
 
 class WritesOn(FaultyReceiver):
-    """Sender 1's payloads are being written until a moment: whoever else gets their memory before finds it changing."""
+    """Sender 1's payloads are being written until an event: whoever else gets their memory before finds it changing."""
 
-    def __init__(self, inner: Receiver, until: Callable[[], float]) -> None:
+    def __init__(self, inner: Receiver, until: threading.Event) -> None:
         super().__init__(inner)
         self._until, self._placements = until, dict[TransferKey, Placement]()
 
@@ -397,10 +410,18 @@ class WritesOn(FaultyReceiver):
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         placement = self._placements.pop(key)
-        while key.src_rank == 1 and time.monotonic() < self._until():
+        while key.src_rank == 1 and not self._until.wait(0.02):
             fill(placement, 0x77)
-            time.sleep(0.02)
         self.inner.placed(session_id, key, nbytes, error)
+
+
+@contextlib.contextmanager
+def finally_set(event: threading.Event) -> Iterator[None]:
+    """Whoever waits for it goes on, whatever happens."""
+    try:
+        yield
+    finally:
+        event.set()
 
 
 def fill(placement: Placement, value: int) -> None:
@@ -409,8 +430,8 @@ def fill(placement: Placement, value: int) -> None:
 
 
 def row_writes_on(mover: str) -> None:
-    until = [0.0]
-    with Case(mover, lambda inner: WritesOn(inner, lambda: until[0]), producer_blocks=2 * BLOCKS) as case:
+    until = threading.Event()
+    with Case(mover, partial(WritesOn, until=until), producer_blocks=2 * BLOCKS) as case, finally_set(until):
 
         def sender_0_errs(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
             if key.src_rank == 1:
@@ -419,23 +440,22 @@ def row_writes_on(mover: str) -> None:
             return idle
 
         case.faults.on_put = sender_0_errs
-        until[0] = time.monotonic() + WRITES_UNTIL_S
-        request = case.begin("r")
+        request = case.begin("r", 20.0)
         received = case.pair.received("r")
         case.compute(request)
-        error = case.require_failed(request, received)
+        error = case.require_failed(request, received)  # told while sender 1 still writes
         assert "sender 0 is out of order" in str(error)
         assert "8 blocks of rank 0" in str(error)
-        assert time.monotonic() < until[0] - 0.2, "it must be told while sender 1 still writes"
         case.faults.clear()
         later = case.begin("later", 20.0)
         case.pair.received("later")
-        while time.monotonic() < until[0] - 0.05:
+        limit = time.monotonic() + QUIET_S
+        while time.monotonic() < limit:
             assert later.grant is None, "blocks that are being written were granted"
             assert case.producer.allocator.num_free == (0,), "blocks that are being read were given back"
             time.sleep(0.02)
+        until.set()
         wait_until(lambda: later.grant is not None, "the blocks, once nobody writes them", SETTLED_S)
-        assert time.monotonic() >= until[0] - 0.05
         case.compute(later)
         case.verify(later)
         assert case.consumer.num_failed == 1
@@ -452,15 +472,15 @@ def leave_stale_bytes(case: Case) -> None:
 
 
 def row_early_word(mover: str) -> None:
-    """The producer says that sender 1's payloads are there half a second before they are sent."""
+    """The producer says that sender 1's payloads are there, and sends them when the request has failed for it."""
     with Case(mover) as case:
         leave_stale_bytes(case)
-        late = list[TransferHandle]()
+        held = list[Post]()
 
         def says_first(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
             if key.src_rank == 0:
                 return post()
-            case.timers.after(EARLY_S, lambda: late.append(post()))
+            held.append(post)
             idle.finish()
             return idle
 
@@ -470,8 +490,10 @@ def row_early_word(mover: str) -> None:
         case.compute(request, fill=0x5A)
         error = case.require_failed(request, received)
         assert names_sender_1(error), error
-        assert case.consumer.unknown_notices == LAYERS
-        wait_until(lambda: len(late) == LAYERS and all(handle.state.final for handle in late), "the late payloads")
+        wait_until(lambda: case.consumer.unknown_notices == LAYERS, "both words")
+        assert len(held) == LAYERS
+        late = [post() for post in held]
+        wait_until(lambda: all(handle.state.final for handle in late), "the late payloads")
         assert all(handle.error is not None for handle in late), "nobody may have taken what came too late"
 
 
@@ -515,13 +537,9 @@ def row_early_mover(mover: str) -> None:
         leave_stale_bytes(case)
         request = case.ship("r", 20.0, fill=0x5A)
         ready = case.pair.next_ready()
-        landed = threading.Timer(EARLY_S, shadows[0].land)
-        landed.start()
-        try:
-            with pytest.raises(VerificationError, match="was never written: it holds poison") as caught:
-                case.consumer.verify(ready)
-        finally:
-            landed.join()
+        with pytest.raises(VerificationError, match="was never written: it holds poison") as caught:
+            case.consumer.verify(ready)
+        shadows[0].land()
         case.consumer.fail(ready, caught.value)
         case.consumer.let_go(ready)
         with pytest.raises(VerificationError, match="poison"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy_scene import checkout, processes_of, run, wait_for_line, wait_until_gone
+from tests.ports import free_port
 
 _SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 _SEPARATION = Path("/run/sshd")
@@ -41,8 +42,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     shutil.copy(folder / "user.pub", folder / "authorized")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     settings = {
         "ListenAddress": f"127.0.0.1:{port}",
         "HostKey": folder / "host",

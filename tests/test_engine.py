@@ -597,7 +597,7 @@ def test_no_data_connection_without_its_session() -> None:
 
 
 def test_the_consumers_deadline_names_phase_peer_and_bytes() -> None:
-    with Pair(max_deadline_s=0.3) as pair:
+    with Pair(max_deadline_s=2.0) as pair:
         request = begin(pair.producer, 20)
         received = pair.received("r")
         pair.producer.layer_ready(request, 0, 0, 0, 20)
@@ -608,13 +608,13 @@ def test_the_consumers_deadline_names_phase_peer_and_bytes() -> None:
         assert isinstance(received.error, DeadlineExceeded)
         assert (received.error.phase, received.error.peer) == ("payload", pair.producer.engine_id)
         for text in (str(caught.value), str(received.error)):
-            assert f"deadline of 0.3 s exceeded while waiting for payload from {pair.producer.engine_id}" in text
+            assert f"deadline of 2 s exceeded while waiting for payload from {pair.producer.engine_id}" in text
             assert f"{nbytes} bytes received; {lacking}" in text
 
 
 def test_the_consumers_deadline_holds_for_the_queue_too() -> None:
     with Pair(destination=make_cache("flashinfer_hnd", 32, num_blocks=3)) as pair:
-        first, queued = begin(pair.producer, 40, "first"), begin(pair.producer, 40, "queued", timeout_s=0.3)
+        first, queued = begin(pair.producer, 40, "first"), begin(pair.producer, 40, "queued", timeout_s=2.0)
         received = pair.received("queued")
         with pytest.raises(
             TransferError, match=r"waiting for (free blocks from prefill-|a grant of blocks from decode-)"
@@ -819,7 +819,8 @@ def produce_and_hang(address: str, started: "multiprocessing.synchronize.Event",
         producer.wait(receiving)
     except PdtxError as error:
         # What a user would see; the exit code tells the parent.
-        os._exit(3 if isinstance(error, PeerLost | TransferError) else 4)
+        told = isinstance(error, PeerLost | TransferError) and not isinstance(error, DeadlineExceeded)
+        os._exit(3 if told else 4)
 
 
 class Child:
@@ -864,15 +865,15 @@ def test_a_lost_producer_costs_no_blocks_and_the_next_one_is_served(number: int)
         ready = pair.next_ready()
         pair.received("queued")
         child.signal(number)
-        wait_until(lambda: ready.error is not None, "the loss of the producer", SILENCE_S * 2)
+        wait_until(lambda: ready.error is not None, "the loss of the producer", SILENCE_S * 10)
         assert isinstance(ready.error, PeerLost)
         pair.consumer.let_go(ready)
-        pair.require_all_free(1.0)
+        pair.require_all_free()
         ship(pair.producer, begin(pair.producer, 40, "next"))
         pair.finish(pair.next_ready())
         if number == signal.SIGSTOP:
             child.signal(signal.SIGCONT)
-            child.process.join(SILENCE_S * 3)
+            child.process.join(SILENCE_S * 20)
             assert child.process.exitcode == 3, "it must learn that its session is over"
 
 

@@ -19,7 +19,7 @@ from pdtx.errors import (
 from pdtx.protocol import Bye, Complete, Hello
 from pdtx.testing.pair import Leaks
 from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
-from tests.engine_pair import OPEN, Pair, WrappedMover, begin, describe, make_cache, ship, wait_until
+from tests.engine_pair import OPEN, PATIENCE_S, Pair, WrappedMover, begin, describe, make_cache, ship, wait_until
 from tests.faulty_mover import FaultyConnection, Post
 
 FOR_GOOD = r"lost decode-.*; a new session with decode-\w+ cannot be had: "
@@ -178,14 +178,14 @@ def test_a_consumer_that_is_gone_ends_it_for_good(monkeypatch: pytest.MonkeyPatc
         for number in range(100):
             with pytest.raises(PeerLost, match="nobody answers"):
                 begin(pair.producer, 20, f"r{number}")
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 10.0  # one attempt each would take 30 s
 
 
 class Deaf:
-    """A consumer that does not hear the first hellos."""
+    """A consumer that does not hear the first hellos. An attempt whose hello is heard may take as long as it wants."""
 
     def __init__(self, patch: pytest.MonkeyPatch, count: int) -> None:
-        self.hellos, self._count, self._real = 0, count, KVConsumer._on_hello
+        self.hellos, self._count, self._real, self._patch = 0, count, KVConsumer._on_hello, patch
         patch.setattr(KVConsumer, "_on_hello", lambda *call: self.hear(*call))
         patch.setattr("pdtx.engine.producer._ATTEMPT_S", 0.3)
 
@@ -193,6 +193,13 @@ class Deaf:
         self.hellos += 1
         if self.hellos > self._count:
             self._real(consumer, peer, hello)
+        elif self.hellos == self._count:
+            self.recover()
+
+    def recover(self) -> None:
+        """Hear every hello from the next one on."""
+        self._count = min(self._count, self.hellos)
+        self._patch.setattr("pdtx.engine.producer._ATTEMPT_S", PATIENCE_S)
 
 
 def test_a_consumer_that_is_silent_for_a_while_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +207,7 @@ def test_a_consumer_that_is_silent_for_a_while_is_asked_again(monkeypatch: pytes
         deaf = Deaf(monkeypatch, 2)
         cut(pair)
         serve(pair)
-        assert deaf.hellos == 3
+        assert deaf.hellos >= 3  # more where an attempt took longer than it may
 
 
 def test_no_new_session_by_the_deadline_fails_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +217,8 @@ def test_no_new_session_by_the_deadline_fails_the_request_only(monkeypatch: pyte
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"waiting for a new session from decode-.*the handshake's answer"):
             begin(pair.producer, 20, timeout_s=0.8)
-        assert 0.7 < time.monotonic() - begun < 1.6
-        deaf.hellos = 10**7
+        assert 0.7 < time.monotonic() - begun < 5.0
+        deaf.recover()
         serve(pair)
 
 
@@ -246,8 +253,9 @@ def test_the_path_is_required_of_every_new_connection(monkeypatch: pytest.Monkey
             begin(pair.producer, 20)
 
 
-def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break() -> None:
+def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request must not be the one that finds out."""
+    monkeypatch.setattr("pdtx.engine.route._SETTLE_S", 10.0)  # who waits does so only until it has broken
     connections = list[FaultyConnection]()
 
     def breaks_late(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:

@@ -176,7 +176,7 @@ def test_loading_holds_up_nobody_and_no_failure_of_it_ends_a_request(error: bool
         slow[0].error = error
         requests = [begin(pair.producer, 20, f"r{at}") for at in range(3)]
         sent = {request.request_id: ship(pair.producer, request) for request in requests}
-        assert pair.received("r0").state is InboundState.LOADING
+        wait_until(lambda: pair.received("r0").state is InboundState.LOADING, "the loading")
         pair.consumer.fail(pair.received("r1"), TransferError("no more"))
         slow[0].gate.set()
         for _ in range(2):

@@ -77,6 +77,7 @@ from tests.engine_pair import (
     ship,
     wait_until,
 )
+from tests.ports import free_port
 
 M = TypeVar("M")
 
@@ -244,10 +245,10 @@ def test_whatever_a_peer_describes_is_taken_or_refused_at_once(data: st.DataObje
         description = msgspec.convert(raw, CacheDescription)
     except msgspec.ValidationError:
         return
-    begun = time.monotonic()
+    begun = time.thread_time()  # the work alone: others may have the processor meanwhile
     with contextlib.suppress(ProtocolError):
         check_compatible(description, describe(make_cache()))
-    assert time.monotonic() - begun < 1.0
+    assert time.thread_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
@@ -410,15 +411,14 @@ def test_an_echo_is_no_consumer() -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         producer = make_producer(make_cache(), "inproc")
         with pytest.raises(DeadlineExceeded, match=f"the handshake's answer from {address}"):
-            producer.connect(address, security=OPEN, timeout_s=0.5)
+            producer.connect(address, security=OPEN, timeout_s=2.0)
         producer.close()
         producer.mover.close()
         thread.join()
 
 
 def test_nobody_listening_leaves_nothing_behind() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     leaks = Leaks()
     producer = make_producer(make_cache(), "inproc")
     with pytest.raises(PeerUnreachable, match=address):
@@ -435,8 +435,7 @@ def test_a_hello_that_comes_while_the_consumer_starts_is_answered(monkeypatch: p
             time.sleep(0.3)
 
     monkeypatch.setattr("pdtx.engine.consumer.Listener", SlowListener)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     cache = make_cache()
     consumer = make_consumer(cache, "inproc")
     producer = make_producer(cache)

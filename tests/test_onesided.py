@@ -21,9 +21,11 @@ from pdtx.testing.pair import MoverPair
 from pdtx.testing.receivers import FaultyReceiver, Gate, GrantingReceiver
 from pdtx.testing.scene import Scene
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey, TransferState
+from pdtx.transports import listener as listener_module
 from pdtx.transports.base import NOTICE_KEY
 from pdtx.transports.handshake import Dialect, admit_producer, prove_to_consumer
 from pdtx.transports.onesided import Progress, Shared
+from pdtx.transports.onesided import acceptor as acceptor_module
 from pdtx.transports.onesided.frames import (
     MAX_FRAME_BYTES,
     VERSION,
@@ -45,7 +47,11 @@ from pdtx.transports.onesided.initiator import OneSidedConnection
 from pdtx.transports.onesided.sharing import MAX_REGIONS, Opened
 from pdtx.transports.sockets import bind_tcp, dial_local, dial_tcp
 from pdtx.transports.wire import Wire
+from tests.engine_pair import wait_until
 from tests.memory_engine import MemoryLink, PullingMover, PushingMover
+
+WAIT_S = 10.0
+"""Of what another thread is about to do."""
 
 
 @pytest.mark.parametrize("make", [PushingMover, PullingMover])
@@ -66,8 +72,8 @@ def _producer_link(pair: MoverPair) -> MemoryLink:
     return pair.producer.fabric.links[-1]
 
 
-def _slow_to_stop(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Let a write take until it is stopped, and a while longer; return the times at which it had."""
+def _slow_to_stop(link: MemoryLink, monkeypatch: pytest.MonkeyPatch, rest: Callable[[], object]) -> list[float]:
+    """Let a write take until it is stopped, and then a rest; return the times at which it had ended."""
     stopped = list[float]()
     inner = link.write
 
@@ -75,7 +81,7 @@ def _slow_to_stop(link: MemoryLink, monkeypatch: pytest.MonkeyPatch) -> list[flo
         try:
             inner(*arguments)  # type: ignore[arg-type]
         finally:
-            time.sleep(0.3)
+            rest()
             stopped.append(time.monotonic())
 
     monkeypatch.setattr(link, "write", write)
@@ -109,15 +115,17 @@ def test_the_memory_stays_granted_while_a_late_transfer_may_still_write(monkeypa
     """A deadline passes while the engine writes: the consumer hears of the end only after the engine has stopped."""
     with MoverPair(PushingMover) as pair:
         connection = pair.connect()
-        link = _producer_link(pair)
-        stopped = _slow_to_stop(link, monkeypatch)
+        go = threading.Event()
+        stopped = _slow_to_stop(_producer_link(pair), monkeypatch, lambda: go.wait(WAIT_S))
         scene = Scene()
         plan = scene.plan()
         pair.grants.grant("session", scene.key(plan), scene.placement(plan))
-        handle = connection.put(scene.key(plan), scene.src.region, plan.flat, time.monotonic() + 0.2)
+        handle = connection.put(scene.key(plan), scene.src.region, plan.flat, time.monotonic() + 1.0)
         with pytest.raises(DeadlineExceeded):
             handle.wait()
+        time.sleep(0.3)  # for an end to be heard of that did not wait for the engine
         assert not pair.grants.heard
+        go.set()
         pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of the transfer")
         heard = time.monotonic()
         assert stopped
@@ -133,21 +141,29 @@ def test_a_source_that_may_have_changed_while_it_was_pulled_is_not_accepted(monk
             connection = pair.connect()
             scene = Scene()
             plan = scene.plan()
-            inner = MemoryLink.read
+            inner, reading, go = MemoryLink.read, threading.Event(), threading.Event()
 
-            def slow_read(self: MemoryLink, *arguments: object, inner: Callable[..., None] = inner) -> None:
+            def slow_read(
+                self: MemoryLink,
+                *arguments: object,
+                inner: Callable[..., None] = inner,
+                reading: threading.Event = reading,
+                go: threading.Event = go,
+            ) -> None:
                 inner(self, *arguments)
-                time.sleep(0.5)  # an engine that looks at the clock seldom
+                reading.set()
+                assert go.wait(WAIT_S)  # an engine that looks at the clock seldom
 
             monkeypatch.setattr(MemoryLink, "read", slow_read)
             pair.grants.grant("session", scene.key(plan), scene.placement(plan))
-            limit = time.monotonic() + (10 if closes else 0.25)
+            limit = time.monotonic() + (2 * WAIT_S if closes else 1.0)
             handle = connection.put(scene.key(plan), scene.src.region, plan.flat, limit)
             if closes:
-                time.sleep(0.25)
+                assert reading.wait(WAIT_S)
                 connection.close()
             with pytest.raises(TransferError):
                 handle.wait()
+            go.set()
             heard = pair.grants.heard
             pair.grants.wait_for(heard.__len__, "the end of the transfer")  # type: ignore[arg-type]
             assert heard[0].error is not None
@@ -156,20 +172,22 @@ def test_a_source_that_may_have_changed_while_it_was_pulled_is_not_accepted(monk
 
 def test_a_source_may_change_while_the_end_waits_to_be_read() -> None:
     """The consumer is busy until the put's deadline has passed: it must not take what its owner may have changed."""
-    grants = GrantingReceiver()
-    busy = FaultyReceiver(grants, before_placed=lambda key: time.sleep(0.6 if key.request_id == "request-0" else 0))
+    grants, gate = GrantingReceiver(), Gate()
+    busy = FaultyReceiver(grants, before_placed=lambda key: gate.hold() if key.request_id == "request-0" else None)
     with MoverPair(PullingMover, receiver=busy, grants=grants) as pair:
         connection = pair.connect()
         scenes = [Scene(seed=seed, num_layers=1) for seed in range(2)]
         first = _start(pair, connection, scenes[0])
+        gate.wait_reached(WAIT_S)
         plan = scenes[1].plan()
         grants.grant("session", scenes[1].key(plan), scenes[1].placement(plan))
-        late = connection.put(scenes[1].key(plan), scenes[1].src.region, plan.flat, time.monotonic() + 0.3)
-        first.wait()
+        late = connection.put(scenes[1].key(plan), scenes[1].src.region, plan.flat, time.monotonic() + 1.0)
         with pytest.raises(DeadlineExceeded):
             late.wait()
+        gate.open()
+        first.wait()
         grants.wait_for(lambda: len(grants.heard) == 2, "the end of both")
-        assert [heard.error is None for heard in grants.heard] == [True, False]
+        assert {heard.key: heard.error is None for heard in grants.heard} == {first.key: True, late.key: False}
 
 
 def test_a_transfer_ends_only_after_a_pulling_peer_is_cut_off() -> None:
@@ -337,7 +355,7 @@ def test_a_get_ends_only_when_its_region_is_left_alone(how: str, monkeypatch: py
         scene = Scene()
         plan = scene.plan()
         pair.grants.grant_get("session", scene.key(plan), Placement(scene.src.region, plan.flat.source()))
-        limit = time.monotonic() + (0.2 if how == "deadline" else 10)
+        limit = time.monotonic() + (1.0 if how == "deadline" else 10)
         handle = connection.get(scene.key(plan), scene.dst.region, plan.flat, limit)
         assert reading.wait(5)
         if how == "close":
@@ -433,7 +451,7 @@ def test_nonsense_ends_the_connection_and_no_other(messages: list[Message]) -> N
 
 def test_done_counts_only_after_this_sides_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that says Done while the engine still moves, or with too few bytes, has not taken anything."""
-    for done, slow_s in ((Done(0, 64), 0.5), (Done(0, 63), 0.0)):
+    for done, slow_s in ((Done(0, 64), 2.0), (Done(0, 63), 0.0)):
         token, sock_address = secrets.token_bytes(32), bind_tcp("127.0.0.1:0")
         monkeypatch.setattr(MemoryLink, "open", lambda *_: Region(torch.zeros(64, dtype=torch.uint8)))
 
@@ -678,36 +696,42 @@ def test_shared_keys_are_opened_when_they_are_used(streams: tuple[ControlStream,
     assert seen == [Shared(b"k")]
 
 
-def test_states_of_what_was_asked_for_ahead() -> None:
+def _after(first: Callable[[], object], call: Callable[..., None]) -> Callable[..., None]:
+    def both(*arguments: object) -> None:
+        first()
+        call(*arguments)
+
+    return both
+
+
+def test_states_of_what_was_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers behind the one that moves are not begun, though they have been asked for."""
     with MoverPair(PushingMover) as pair:
-        connection = pair.connect()
-        _producer_link(pair).slow_s = 0.4
+        connection, gate = pair.connect(), Gate()
+        link = _producer_link(pair)
+        monkeypatch.setattr(link, "_move", _after(gate.hold, link._move))
         scenes = [Scene(seed=seed, num_layers=1) for seed in range(4)]
         handles = [_start(pair, connection, scene) for scene in scenes]
-        time.sleep(0.2)
+        gate.wait_reached(WAIT_S)  # by the first of them
+        wait_until(lambda: not pair.grants._grants, "all have been asked for, and placed")
         assert [handle.state for handle in handles[1:]] == [TransferState.PENDING] * 3
         assert handles[1].cancel()
+        gate.open()
         for handle in (handles[0], *handles[2:]):
             handle.wait()
         pair.grants.wait_for(lambda: len(pair.grants.heard) == 4, "the end of all")
         assert [heard.error is None for heard in pair.grants.heard] == [True, False, True, True]
 
 
-def _signal_first(call: Callable[..., None], begun: threading.Event) -> Callable[..., None]:
-    def signalled(*arguments: object) -> None:
-        begun.set()
-        call(*arguments)
-
-    return signalled
-
-
 def test_a_consumer_that_closes_waits_for_the_writer_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot be cut off finishes what it has begun: until then the memory is not given away."""
+    # What a consumer that closes is patient for: a slow machine must not take that away from the writer below.
+    monkeypatch.setattr(acceptor_module, "_STOP_S", WAIT_S)
+    monkeypatch.setattr(listener_module, "_JOIN_S", WAIT_S)
     with MoverPair(PushingMover) as pair:
         connection = pair.connect()
         link = _producer_link(pair)
-        stopped = _slow_to_stop(link, monkeypatch)
+        stopped = _slow_to_stop(link, monkeypatch, lambda: time.sleep(0.3))
         heard = list[float]()
         placed = pair.grants.placed
 
@@ -717,9 +741,9 @@ def test_a_consumer_that_closes_waits_for_the_writer_to_stop(monkeypatch: pytest
 
         monkeypatch.setattr(pair.grants, "placed", note)
         begun = threading.Event()
-        monkeypatch.setattr(link, "_move", _signal_first(link._move, begun))
+        monkeypatch.setattr(link, "_move", _after(begun.set, link._move))
         handle = _start(pair, connection, Scene())
-        assert begun.wait(5)
+        assert begun.wait(WAIT_S)
         pair.consumer.close()
         with pytest.raises(PeerLost):
             handle.wait()

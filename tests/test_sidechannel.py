@@ -32,16 +32,18 @@ from pdtx.sidechannel import (
 )
 
 PLAIN = Security()
-BEAT, SILENCE = 0.1, 0.6
+BEAT, SILENCE = 0.1, 2.0
 LOCAL = "127.0.0.1:0"
-PATIENCE = 5.0
+PATIENCE = 10.0
+PROMPT_S = 5.0
+"""More than what is done at once takes on a busy machine, and less than what it is told apart from."""
 
 PEER = """
 import sys, time
 from pdtx.protocol import Release
 from pdtx.sidechannel import Dialer, Listener, Security
 
-options = {"security": Security(), "heartbeat_s": 0.1, "silence_s": 0.6}
+options = {"security": Security(), "heartbeat_s": 0.1, "silence_s": 2.0}
 if sys.argv[1] == "listen":
     end = Listener(sys.argv[2], lambda peer, message: end.send(peer, message), lambda peer, reason: None, **options)
     print(end.endpoint, flush=True)
@@ -191,7 +193,7 @@ def test_eight_threads_of_a_thousand_messages_arrive_whole_and_in_order(make: Ma
 def test_heartbeats_keep_silent_peers_and_are_not_delivered(make: Make) -> None:
     server = make(Server)
     client = make(Client, server.address)
-    time.sleep(3 * SILENCE)
+    time.sleep(1.5 * SILENCE)
     assert server.losses.empty()
     assert client.losses.empty()
     assert server.messages.empty()
@@ -264,7 +266,7 @@ def test_a_dialers_goodbye_is_told_promptly_and_once(make: Make) -> None:
     begun = time.monotonic()
     client.end.close()
     assert server.losses.get(timeout=PATIENCE) == (peer, "closed: end of session")
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < PROMPT_S
     time.sleep(3 * BEAT)
     assert server.losses.empty()
     assert server.end.peers() == 0
@@ -278,8 +280,8 @@ def test_close_is_prompt_idempotent_and_leaves_nothing() -> None:
         server.messages.get(timeout=PATIENCE)
         begun = time.monotonic()
         for end in (client.end, server.end, client.end, server.end):
-            end.close()
-        assert time.monotonic() - begun < 1.0
+            end.close(linger_s=2 * PROMPT_S)
+        assert time.monotonic() - begun < PROMPT_S
         client.end.send(release(2))
 
     once()
@@ -312,7 +314,7 @@ def test_a_channel_that_fails_itself_tells_its_owner_and_ends(make: Make, caplog
 
 
 def test_a_killed_dialer_is_lost(make: Make) -> None:
-    server = make(Server)
+    server = make(Server, silence_s=60.0)
     with process("dial", server.address) as (peer, said):
         assert said == "connected"
         name, _ = server.messages.get(timeout=PATIENCE)
@@ -320,7 +322,7 @@ def test_a_killed_dialer_is_lost(make: Make) -> None:
         peer.send_signal(signal.SIGKILL)
         lost, reason = server.losses.get(timeout=PATIENCE)
         assert (lost, "not connected" in reason) == (name, True)
-        assert time.monotonic() - begun < SILENCE
+        assert time.monotonic() - begun < PROMPT_S
 
 
 def test_a_stopped_dialer_is_lost_and_learns_it_when_it_goes_on(make: Make) -> None:
@@ -329,8 +331,8 @@ def test_a_stopped_dialer_is_lost_and_learns_it_when_it_goes_on(make: Make) -> N
         name, _ = server.messages.get(timeout=PATIENCE)
         begun = time.monotonic()
         peer.send_signal(signal.SIGSTOP)
-        assert server.losses.get(timeout=PATIENCE) == (name, f"nothing heard for {SILENCE} s")
-        assert SILENCE - BEAT < time.monotonic() - begun < SILENCE + 1.0
+        assert server.losses.get(timeout=PATIENCE) == (name, f"nothing heard for {SILENCE:g} s")
+        assert SILENCE - 2 * BEAT < time.monotonic() - begun < SILENCE + PROMPT_S
         peer.send_signal(signal.SIGCONT)
         assert peer.stdout is not None
         assert "nothing heard" in peer.stdout.readline()
@@ -345,8 +347,8 @@ def test_a_listener_that_dies_or_stops_is_lost(make: Make, sign: signal.Signals)
         peer.send_signal(sign)
         begun = time.monotonic()
         reason = client.losses.get(timeout=PATIENCE)
-        assert reason == ("it closed the connection" if sign == signal.SIGKILL else f"nothing heard for {SILENCE} s")
-        assert time.monotonic() - begun < (0.5 if sign == signal.SIGKILL else SILENCE + 1.0)
+        assert reason == ("it closed the connection" if sign == signal.SIGKILL else f"nothing heard for {SILENCE:g} s")
+        assert time.monotonic() - begun < SILENCE + PROMPT_S
 
 
 def test_what_a_listener_said_before_it_died_is_heard(make: Make) -> None:
@@ -413,13 +415,13 @@ def test_nobody_listening_is_told_with_the_address_within_the_deadline() -> None
     begun = time.monotonic()
     with pytest.raises(PeerUnreachable, match=f"127.0.0.1:{port}"):
         Client(f"127.0.0.1:{port}", timeout_s=0.4)
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < PROMPT_S
 
 
 def test_something_that_accepts_and_says_nothing_is_unreachable() -> None:
-    says = r"takes the connection but does not answer within 0\.4 s"
+    says = r"takes the connection but does not answer within 2 s"  # in which its connection must be seen
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(PeerUnreachable, match=says):
-        Client(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=0.4)
+        Client(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=2.0)
 
 
 def http(stranger: socket.socket) -> None:
@@ -453,7 +455,7 @@ def test_another_kind_of_server_is_told_within_the_deadline(serve: Callable[[soc
         begun = time.monotonic()
         with pytest.raises((AuthenticationFailed, PeerUnreachable), match=address):
             Client(address, timeout_s=0.5)
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < PROMPT_S
         assert set(threading.enumerate()) == before
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -580,8 +582,8 @@ def test_wrong_keys_are_refused_both_ways(make: Make, tmp_path: Path, case: str)
     server = make(Server, LOCAL, listening)
     begun = time.monotonic()
     with pytest.raises(AuthenticationFailed, match=server.address):
-        Client(server.address, dialling, timeout_s=3.0)
-    assert time.monotonic() - begun < 2.0
+        Client(server.address, dialling, timeout_s=6 * PROMPT_S)
+    assert time.monotonic() - begun < PROMPT_S
     assert server.messages.empty()
     if listening is guarded:
         client = make(Client, server.address, known)

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from pdtx.testing.open_receiver import HELD, STRAIGHT, key_of, runs_of
 from pdtx.testing.pair import open_descriptors
 from pdtx.testing.peers import PeerProcess
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey, TransferState
+from pdtx.transports import crew as crew_module
 from pdtx.transports import listener as listener_module
 from pdtx.transports import tcp_consumer as consumer_module
 from pdtx.transports.tcp import TcpMover
@@ -77,7 +78,7 @@ def test_a_peer_killed_in_the_middle_of_a_payload() -> None:
             with pytest.raises(PeerLost, match=handle.peer):
                 handle.wait()
             assert handle.state is TransferState.FAILED
-        assert time.monotonic() - killed < 2
+        assert time.monotonic() - killed < 10  # of the 30 that the deadline leaves
 
 
 @pytest.mark.parametrize(("nbytes", "phase"), [(NBYTES, "room to send"), (4096, "arrival")])
@@ -89,7 +90,7 @@ def test_a_stopped_peers_deadline_says_what_was_waited_for(nbytes: int, phase: s
         handle = connection.put(key_of(0, nbytes), region, runs_of(0, nbytes), begun + 1.0)
         with pytest.raises(DeadlineExceeded, match=f"from {handle.peer}") as caught:
             handle.wait()
-        assert 0.9 < handle.ended - begun < 1.5
+        assert 0.9 < handle.ended - begun < 5
         assert phase in caught.value.phase
         assert "bytes sent" in str(caught.value)
 
@@ -120,18 +121,20 @@ def test_random_bytes_are_dropped_and_others_served() -> None:
 
 
 def test_silent_and_slow_clients_are_dropped_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 0.5)
-    with MoverPair(TcpMover) as pair, raw_client(pair) as silent, raw_client(pair) as half, raw_client(pair) as slow:
+    with MoverPair(TcpMover) as pair, ExitStack() as stack:
+        connection = pair.connect()
+        monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 0.5)
+        silent, half, slow = (stack.enter_context(raw_client(pair)) for _ in range(3))
         half.sendall(b"pdtx-tcp\0\1")
         begun = time.monotonic()
-        require_works(pair, pair.connect())
-        while time.monotonic() - begun < 2.0:
+        require_works(pair, connection)
+        while time.monotonic() - begun < 10.0:
             try:
                 slow.sendall(b"p")
             except OSError:
                 break
-            time.sleep(0.05)
-        assert time.monotonic() - begun < 1.5, "a client that sends a byte now and then kept its connection"
+            time.sleep(0.1)
+        assert time.monotonic() - begun < 8.0, "a client that sends a byte now and then kept its connection"
         for sock in (silent, half):
             assert sock.recv(1) == b""
         wait_until("only the producer is left", lambda: inbound_threads() == 1)
@@ -178,7 +181,7 @@ def test_payload_that_stalls_is_given_up() -> None:
         pair.grants.grant("hostile", key(), Placement(region, Slices(np.array([0]), np.array([64]))))
         with proven_client(pair) as sock:
             sock.sendall(Header(Kind.PUT, 0, 64, key()).pack() + b"x" * 10)
-            pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of a stalled payload", 2.0)
+            pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of a stalled payload", 10.0)
             assert sock.recv(1) == b""
         (heard,) = pair.grants.heard
         assert isinstance(heard.error, DeadlineExceeded)
@@ -194,14 +197,14 @@ def test_payload_that_trickles_ends_at_the_grants_deadline() -> None:
         with proven_client(pair) as sock:
             sock.sendall(Header(Kind.PUT, 0, 4096, key()).pack())
             begun = time.monotonic()
-            while not pair.grants.heard and time.monotonic() - begun < 3:
+            while not pair.grants.heard and time.monotonic() - begun < 10:
                 try:
                     sock.sendall(b"x")
                 except OSError:
                     break
                 time.sleep(0.02)
         pair.grants.wait_for(lambda: bool(pair.grants.heard), "the end of a trickling payload")
-        assert time.monotonic() - begun < 1.5
+        assert time.monotonic() - begun < 8
         assert isinstance(pair.grants.heard[0].error, DeadlineExceeded)
 
 
@@ -277,7 +280,7 @@ def test_peer_that_never_answers_ends_at_the_deadline() -> None:
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="the answer to the greeting"):
             mover.connect(f"{host}:{port}", "session", b"t" * 32, begun + 0.3)
-        assert 0.2 < time.monotonic() - begun < 0.8
+        assert 0.2 < time.monotonic() - begun < 5
     mover.close()
 
 
@@ -365,13 +368,15 @@ def test_connections_come_and_go_without_growth() -> None:
         wait_until("threads return", lambda: threading.active_count() == threads)
 
 
-def test_close_is_prompt_with_an_idle_peer() -> None:
+def test_close_is_prompt_with_an_idle_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (listener_module, crew_module):  # what a thread that is not woken costs
+        monkeypatch.setattr(module, "_JOIN_S", 10.0)
     pair = MoverPair(TcpMover)
     for number in range(4):
         pair.connect(f"session-{number}")
     begun = time.monotonic()
     pair.close()
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 5
     pair.close()
 
 
@@ -398,7 +403,7 @@ def test_close_leaves_a_stuck_receiver_behind_in_time() -> None:
         gate.wait_reached()
         begun = time.monotonic()
         pair.close()
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 10  # and the gate opens after 30 by itself
         gate.open()
     wait_until("the receiver's thread ends", lambda: inbound_threads() == 0)
 

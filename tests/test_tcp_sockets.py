@@ -63,7 +63,7 @@ def test_a_receiver_that_does_not_read_holds_up_the_sender_and_not_the_caller(st
             grants.grant("session", key(number), Placement(there, slices_of(nbytes)))
             begun = time.monotonic()
             handles.append(connection.put(key(number), source, runs_of(nbytes), begun + 60))
-            assert time.monotonic() - begun < 0.5
+            assert time.monotonic() - begun < 5  # and the gate opens after 30 by itself
         gate.wait_reached()
         moved = -1
         while moved != (moved := sum(handle.moved for handle in handles)):
@@ -172,7 +172,7 @@ def test_a_get_given_up_in_the_middle_leaves_the_connection_usable() -> None:
         with served_by_hand(serve, b"t" * 32) as address:
             connection = mover.connect(address, "session", b"t" * 32, time.monotonic() + 5)
             region = region_of(nbytes)
-            given_up = connection.get(key(0), region, runs_of(nbytes), time.monotonic() + 0.5)
+            given_up = connection.get(key(0), region, runs_of(nbytes), time.monotonic() + 2.0)
             wait_until("half of it is there", lambda: given_up.moved == nbytes // 2)
             with pytest.raises(DeadlineExceeded, match=f"{nbytes // 2} of {nbytes} bytes received"):
                 given_up.wait()
@@ -192,14 +192,14 @@ def test_a_get_given_up_in_the_middle_leaves_the_connection_usable() -> None:
 def test_an_offer_that_nobody_confirms_is_withdrawn_at_its_deadline() -> None:
     with MoverPair(TcpMover) as pair, proven_client(pair) as sock:
         begun = time.monotonic()
-        there = Placement(region_of(64, 8), slices_of(64), deadline=begun + 0.4)
+        there = Placement(region_of(64, 8), slices_of(64), deadline=begun + 1.5)
         pair.grants.grant_get("hostile", KEY, there)
         sock.sendall(Header(Kind.GET, 0, 64, KEY).pack())
         assert Ack.unpack(sock.recv(ACK_BYTES, socket.MSG_WAITALL)).status is Status.OFFERED
         assert sock.recv(64, socket.MSG_WAITALL) == b"\x08" * 64
         assert not pair.grants.given
-        pair.grants.wait_for(lambda: bool(pair.grants.given), "the end of the offer", 2.0)
-        assert 0.35 < time.monotonic() - begun < 1.0
+        pair.grants.wait_for(lambda: bool(pair.grants.given), "the end of the offer", 10.0)
+        assert 1.45 < time.monotonic() - begun < 10
         assert isinstance(pair.grants.given[0].error, DeadlineExceeded)
         sock.sendall(Header(Kind.TAKEN, 0, 64, KEY).pack())
         require_works(pair, pair.connect())

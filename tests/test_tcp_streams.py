@@ -17,7 +17,9 @@ from pdtx.plan import Runs, Slices
 from pdtx.testing import Gate, GrantingReceiver, MoverPair
 from pdtx.testing.contract import Subject, require_works
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey
+from pdtx.transports import listener as listener_module
 from pdtx.transports import tcp_consumer as consumer_module
+from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_frames import Header, Kind
 from pdtx.transports.tcp_producer import TcpConnection
@@ -92,7 +94,8 @@ def test_the_connecting_side_chooses_and_the_path_says_so() -> None:
 
 @contextmanager
 def hasty_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[MoverPair]:
-    monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 0.5)
+    """Of which the consumer gives clients a second to come about with all they need, until told otherwise."""
+    monkeypatch.setattr(consumer_module, "HANDSHAKE_S", 1.0)
     with MoverPair(TcpMover) as pair:
         yield pair
 
@@ -123,6 +126,7 @@ def test_streams_that_do_not_belong_together_come_to_nothing(
         for sock in socks:
             require_shut(sock)
         wait_until("their threads end", lambda: inbound_threads() == 0)
+        monkeypatch.setattr(consumer_module, "HANDSHAKE_S", HANDSHAKE_S)
         require_works(pair, pair.connect())
         assert not [session for session, _ in pair.grants.ended if session != "session"]
 
@@ -150,12 +154,13 @@ def test_a_malformed_name_of_a_stream(frame: bytes) -> None:
         require_works(pair, pair.connect())
 
 
-def test_a_consumer_closes_while_streams_are_missing() -> None:
+def test_a_consumer_closes_while_streams_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_JOIN_S", 2 * HANDSHAKE_S)
     with MoverPair(TcpMover) as pair, stream_client(pair, Join(ID, 0, 2).pack()) as sock:
         wait_until("the stream is there", lambda: inbound_threads() == 1)
         begun = time.monotonic()
         pair.consumer.close()
-        assert time.monotonic() - begun < 0.7
+        assert time.monotonic() - begun < HANDSHAKE_S - 1, "it waited until the streams' time was over"
         require_shut(sock)
         assert inbound_threads() == 0
 

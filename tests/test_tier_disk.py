@@ -42,6 +42,15 @@ def opened(*args: object, **options: object) -> Iterator[DiskTier]:
         tier.close()
 
 
+def hush(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, name: str, silent: Callable[[int, int, int, int], int]
+) -> None:
+    """Let preadv or pwritev be silent, and the tier not wait for long, until undo(): honest calls may take longer."""
+    monkeypatch.setattr(direct_io, name, silent)
+    for flow in tier._flows:
+        monkeypatch.setattr(flow, "_silence_s", 0.3)
+
+
 def blocks_on_disk(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
@@ -289,9 +298,9 @@ def test_a_silent_disk_ends_jobs_and_blocks_no_lookup(tmp_path: Path, monkeypatc
         assert go.wait(WAIT_S)
         return pwritev(fd, iovecs, count, offset)
 
-    with opened(tmp_path, cache, most_jobs=2, silence_s=0.3) as tier:
+    with opened(tmp_path, cache, most_jobs=2) as tier:
         store(tier, cache, 2, 1)
-        monkeypatch.setattr(direct_io, "pwritev", silent)
+        hush(tier, monkeypatch, "pwritev", silent)
         tables = tables_of(cache, 5)
         jobs = [tier.store(keys_of(5, 2), Side(cache, tables), every(cache, 5))]
         with pytest.raises(TierBusy, match="waiting"):
@@ -321,9 +330,9 @@ def test_what_is_read_after_a_load_was_given_up_goes_nowhere(tmp_path: Path, mon
         read.release()
         return moved
 
-    with opened(tmp_path, cache, silence_s=0.3) as tier:
+    with opened(tmp_path, cache) as tier:
         store(tier, cache, 3, 1)
-        monkeypatch.setattr(direct_io, "preadv", silent)
+        hush(tier, monkeypatch, "preadv", silent)
         with tier.lookup(keys_of(3, 1), every(cache, 3)) as lease:
             moved = lease.load(Side(into, tables_of(into, 3)), every(into, 3)).result(WAIT_S)
         assert {one.reason for one in moved.failed} == {"the disk has done nothing for 0.3 s"}
@@ -349,13 +358,13 @@ def test_no_file_of_a_store_that_was_given_up_gets_its_name(tmp_path: Path, monk
         named.append(path)
         rename(self, temporary, path)
 
-    with opened(tmp_path, cache, silence_s=0.3) as tier:
+    with opened(tmp_path, cache) as tier:
         monkeypatch.setattr(BlockFolder, "_rename", naming)
-        monkeypatch.setattr(direct_io, "pwritev", silent)
-        assert len(store(tier, cache, 3).failed) == 3
-        go.set()
-        assert all(written.acquire(timeout=WAIT_S) for _ in range(3))
-        monkeypatch.setattr(direct_io, "pwritev", pwritev)
+        with monkeypatch.context() as quiet:
+            hush(tier, quiet, "pwritev", silent)
+            assert len(store(tier, cache, 3).failed) == 3
+            go.set()
+            assert all(written.acquire(timeout=WAIT_S) for _ in range(3))
         assert store(tier, cache, 3, 2).num_blocks == 3  # behind them, in the same threads
         assert len(named) == 3
     assert not list(tmp_path.rglob("*.part"))
@@ -396,9 +405,9 @@ def test_memory_that_lost_reads_have_is_used_again_when_they_end(
         assert go.wait(WAIT_S)
         return preadv(fd, iovecs, count, offset)
 
-    with opened(tmp_path, cache, silence_s=0.3) as tier:
+    with opened(tmp_path, cache) as tier:
         store(tier, cache, 9)
-        monkeypatch.setattr(direct_io, "preadv", silent)
+        hush(tier, monkeypatch, "preadv", silent)
         for _ in range(3):
             with tier.lookup(keys_of(9), every(cache, 9)) as lease:
                 moved = lease.load(Side(plain(), tables_of(cache, 9)), every(cache, 9)).result(WAIT_S)

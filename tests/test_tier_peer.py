@@ -198,7 +198,7 @@ def test_a_peer_that_goes_away_in_the_middle_is_a_miss_that_names_the_blocks() -
         one.server.gate.clear()
         future = lease.load(Side(here, tables(here)), asked(here))
         assert one.server.waiting.wait(PATIENCE_S)
-        threading.Timer(0.2, one.server.gate.set).start()
+        future.add_done_callback(lambda _: one.server.gate.set())  # not before the peer has lost the server
         one.server.close()
         moved = future.result(10)
         assert moved.num_blocks < sum(map(len, asked(here)))
@@ -230,7 +230,7 @@ def test_a_load_ends_at_its_deadline() -> None:
 
 def test_leases_end_and_are_not_read_after() -> None:
     here = caches("flashinfer_hnd", 32)
-    with served(into=here, lease_s=0.3) as one:
+    with served(into=here, lease_s=2.0) as one:
         lease = one.peer.lookup(keys(), asked(here))
         assert sum(group.pinned.blocks for group in one.tier.usage().groups) == 11
         wait_until(lambda: one.server.num_lent == 0, "the lease's end")
@@ -243,12 +243,12 @@ def test_leases_end_and_are_not_read_after() -> None:
 
 def test_blocks_that_are_read_outlast_their_lease() -> None:
     here = caches("flashinfer_hnd", 32)
-    with served(into=here, lease_s=0.3) as one:
+    with served(into=here, lease_s=2.0) as one:
         lease = one.peer.lookup(keys(), asked(here))
         one.server.gate.clear()
         future = lease.load(Side(here, tables(here)), asked(here))
         assert one.server.waiting.wait(PATIENCE_S)
-        time.sleep(0.8)
+        time.sleep(2.5)
         assert sum(group.pinned.blocks for group in one.tier.usage().groups) == 11
         one.server.gate.set()
         future.result(10)
@@ -351,5 +351,5 @@ def test_nobody_there_is_said_at_once_the_second_time() -> None:
     begun = time.monotonic()
     with pytest.raises(PeerError, match="left alone for a while"):
         peer.lookup(keys(), asked(here))
-    assert time.monotonic() - begun < 0.1
+    assert time.monotonic() - begun < 2
     peer.close()

@@ -100,7 +100,7 @@ def test_closing_refuses_what_waits_and_finishes_what_is_under_way() -> None:
     running = worker.submit(gate)
     assert gate.begun.wait(SECONDS)
     waiting = worker.submit(lambda _: 1)
-    threading.Timer(0.05, gate.open.set).start()
+    waiting.add_done_callback(lambda _: gate.open.set())
     assert worker.close(SECONDS)
     assert running.result(0) == "done"
     with pytest.raises(TierError, match="the tier: closed before this was begun"):

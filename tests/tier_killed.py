@@ -1,8 +1,9 @@
 """A process that stores request after request in a disk tier, to be killed while it does.
 
-Arguments: the folder. Prints "stored N" after each request of BLOCKS blocks, N = 0, 1, ...
+Arguments: the folder. Prints "stored N" after each request of BLOCKS blocks, N = 0, 1, ... Does not end by itself.
 """
 
+import signal
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def main() -> None:
     for seed in range(REQUESTS):
         store(tier, cache, BLOCKS, seed)
         say(f"stored {seed}")
-    tier.close()
+    signal.pause()  # however late the kill comes
 
 
 if __name__ == "__main__":
