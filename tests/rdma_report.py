@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The entries of both nodes; what a node without a report, or with part of one, lacks is an entry that is not ok."""
+    """The entries of both nodes; that a node has no report, or not all of it, is an entry that is not ok."""
     entries = list[dict[str, Any]]()
     for node in (1, 2):
         path = folder / f"report.{node}.json"
