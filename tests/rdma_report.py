@@ -11,7 +11,9 @@ def read(folder: Path) -> list[dict[str, Any]]:
     entries = list[dict[str, Any]]()
     for node in (1, 2):
         path = folder / f"report.{node}.json"
-        report = json.loads(path.read_text()) if path.exists() else {"ended": False, "entries": []}
+        report: dict[str, Any] = {"ended": False, "entries": []}
+        if path.exists():
+            report = json.loads(path.read_text())
         entries += [{"node": node, **entry} for entry in report["entries"]]
         if not report["ended"]:
             problem = "it has not come to its end: see .lab/console and .lab/out beside this file"

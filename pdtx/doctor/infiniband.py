@@ -84,9 +84,7 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
     words += [f"NUMA node {node}"] if node is not None and node >= 0 else []
     name, value = f"{device}:{port}", ", ".join(words)
     if not state.endswith("ACTIVE"):
-        fix = (
-            "connect it and bring its network card up" if layer == _ETHERNET else "check the cable and subnet manager"
-        )
+        fix = "connect it and bring its network card up" if layer == _ETHERNET else "check the cable and subnet manager"
         return _finding(name, value, fix=fix, fails=needed)
     if not gids:
         fix = f"give the network card of {device} an address: RoCE takes its GIDs from there"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 from pdtx.errors import PdtxError, PeerLost, PeerUnreachable, ProtocolError, TransferError
@@ -46,6 +47,7 @@ class Agent:
         self._closed = False
         self._regions = dict[Place, tuple[Region, object]]()
         self._lists = OrderedDict[tuple[str, Place, int], Any]()
+        self._open = set[Request]()
         self._start(backend, num_threads, tls)
 
     def _start(self, backend: str, num_threads: int, tls: str | None) -> None:
@@ -152,6 +154,7 @@ class Agent:
             )
 
         request = Request(self._call(f"prepare a {op}", make), int(batch.nbytes.sum()), "")
+        self._open.add(request)
         try:
             request.state = self._call(f"begin a {op}", lambda: self._agent.transfer(request.handle))
         except BaseException:
@@ -179,11 +182,12 @@ class Agent:
         return request.state == self._library.done
 
     def release(self, request: Request) -> None:
-        """Give a request back; one under way is cancelled."""
+        """Give a request back; one under way is cancelled. The agent's end takes along what cannot be."""
         handle: Any = request.handle
-        request.handle = None
         if handle is not None:
             self._call("release a request", lambda: handle.release())
+            self._open.discard(request)
+            request.handle = None
 
     # -- notices ------------------------------------------------------------------------------------------------------
 
@@ -210,13 +214,28 @@ class Agent:
         self._library.protocols.forget(self.name)
 
     def close(self) -> None:
-        """Destroy the agent: no peer can reach memory through it any more, as far as that needs this process."""
+        """Destroy the agent: no peer can reach memory through it any more, as far as that needs this process.
+
+        Takes as long as the kernel does; other threads run meanwhile, see ending.
+        """
         with self._lock:
             self._closed = True
+            agent, self._agent = self._agent, None
+            for request in self._open:
+                _abandon(request.handle)
+            self._open.clear()
             self._lists.clear()
+        if agent is not None:
+            self._library.ender.end(agent)
+            # Not before: memory that is still registered must not become something else's.
             self._regions.clear()
-            self._agent = None
         self._library.protocols.forget(self.name)
+
+
+def _abandon(handle: Any) -> None:  # noqa: ANN401
+    """Keep a request that could not be cancelled from being released once its agent is gone."""
+    with suppress(AttributeError):
+        handle._released = True
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pdtx.errors import InputError
+from pdtx.transports.nixl.ending import Ender
 from pdtx.transports.nixl.protocols import ProtocolLog
 from pdtx.transports.ucx.environment import set_by_pdtx
 from pdtx.transports.ucx.library import mapped
@@ -23,7 +24,8 @@ _settings = threading.Lock()
 class Library:
     """The package nixl.
 
-    protocols: what its UCX says about the protocols that it chooses. mute: why it says nothing, empty if it does.
+    ender: destroys agents. protocols: what its UCX says about the protocols that it chooses. mute: why it says nothing,
+    empty if it does.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,7 @@ class Library:
             bindings = import_module("nixl._bindings")
         except ImportError as error:
             raise InputError(f"NIXL does not load ({error}); install the extra: pip install 'pdtx[nixl]'") from None
+        self.ender = Ender(bindings)
         self.protocols = ProtocolLog()
         self.mute = _why_mute(self.protocols)
         self.failures = _errors_of(bindings)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, PeerUnreachable, ProtocolError, TransferAborted
@@ -232,11 +233,8 @@ class NixlLink(Link[Place]):
         """End the agent because of error: nothing is moved from here on."""
         agent = self._agent
         while posted and agent is not None:
-            request = posted.popleft()
-            try:
-                agent.release(request)
-            except PdtxError:  # the agent's end takes it along
-                request.handle = None
+            with suppress(PdtxError):  # the agent's end takes it along
+                agent.release(posted.popleft())
         self._end(error if isinstance(error, PdtxError) else PeerLost(f"{type(error).__name__} {error}"))
 
     # -- the side that waits ------------------------------------------------------------------------------------------
