@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from pdtx.runner.quiet import quiet_transformers
 from tests.tiny_models import tiny_checkpoint
@@ -10,7 +11,7 @@ from tests.tiny_models import tiny_checkpoint
 LENGTHS = (240, 33, 1)
 """Tokens of the prompts: 1.6 MiB of K/V, and the edges of blocks."""
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 64,

@@ -230,8 +230,8 @@ def test_what_a_lost_driver_began_is_released_before_the_next_one_is_welcome(
     following.close()
 
 
-def _raw(agent: Agent) -> tuple[Dialer, "queue.SimpleQueue[Message]"]:
-    heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+def _raw(agent: Agent) -> tuple[Dialer, "queue.Queue[Message]"]:
+    heard: queue.Queue[Message] = queue.Queue()
     dialer = Dialer(agent.address, heard.put, lambda _: None, security=Security())
     dialer.connect(_PATIENCE_S)
     return dialer, heard

@@ -82,6 +82,20 @@ def test_every_pair_of_layouts_and_block_sizes(layouts: tuple[str, str], block_s
             assert request.nbytes == ready.received_bytes == sent.data.numel() * sent.data.element_size()
 
 
+@pytest.mark.timeout(30)
+def test_a_signal_whose_handler_takes_long_does_not_make_waiting_endless() -> None:
+    """It did: a SimpleQueue of CPython 3.11 forgets its timeout when that passes while a handler runs."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: time.sleep(0.2))
+    try:
+        with Pair() as pair:
+            timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2))
+            timer.start()
+            assert pair.consumer.next_ready(0.2) is None
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_several_requests_at_once() -> None:
     lengths = (5, 40, 16, 33, 17, 1)
     with Pair(make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20), mover="tcp") as pair:

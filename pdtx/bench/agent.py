@@ -78,7 +78,7 @@ class Agent:
         self._on_driver = on_driver
         self._lock = threading.Lock()
         self._driver: tuple[bytes, str] | None = None
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._waiting = 0
         self._closing = threading.Event()
         self._worker = threading.Thread(target=self._carry_out_all, name=f"pdtx-agent-{role}", daemon=True)

@@ -22,7 +22,7 @@ from pdtx.sidechannel import Dialer, Security
 _CLOCK_FRESH_S = 2.0
 """Quartz differs by some 50 us a second at worst; within this time by less than a network's jitter."""
 
-_Waiting = queue.SimpleQueue[Answer | PdtxError]
+_Waiting = queue.Queue[Answer | PdtxError]
 
 
 class Pending:

@@ -30,7 +30,7 @@ class RunStore:
 
     def __init__(self, place: Place, timeout_s: float) -> None:
         self.name = f"the run's store at {join_address(place.master, place.port)}"
-        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._asked: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="pdtx-store", daemon=True)
         self._thread.start()
         self._store: PrefixStore | None = None
@@ -91,7 +91,7 @@ class RunStore:
             raise PeerLost(f"{self.name} is gone: {str(error).splitlines()[0]}") from None
 
     def _ask(self, function: Callable[[], Given], what: str, timeout_s: float) -> Given:
-        answers: queue.SimpleQueue[Given | Exception] = queue.SimpleQueue()
+        answers: queue.Queue[Given | Exception] = queue.Queue()
 
         def run() -> None:
             try:

@@ -90,7 +90,7 @@ class KVConsumer:
         self._sessions: dict[str, Session] = {}
         self._requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id)
         self._queue = GrantQueue(cache.groups, self.allocator)
-        self._ready: queue.SimpleQueue[InboundRequest | None] = queue.SimpleQueue()
+        self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, name="pdtx-reaper", daemon=True)
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None

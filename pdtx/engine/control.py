@@ -26,7 +26,7 @@ class ControlChannel:
         self._on_message, self._on_lost = on_message, on_lost
         self._dialer: Dialer | None = None
         self._lost: PdtxError | None = None
-        self._answer: queue.SimpleQueue[Welcome | TierWelcome | PdtxError] = queue.SimpleQueue()
+        self._answer: queue.Queue[Welcome | TierWelcome | PdtxError] = queue.Queue()
 
     def greet(self, hello: Hello | TierHello, timeout_s: float) -> Welcome | TierWelcome:
         """Say hello, over a channel dialled anew if there is none or the last one was lost; return the answer.
@@ -38,7 +38,7 @@ class ControlChannel:
         dialer = self._dialer
         if dialer is None or self._lost is not None:
             dialer = self._dial(timeout_s)
-        self._answer = queue.SimpleQueue()
+        self._answer = queue.Queue()
         if self._lost is not None:
             raise self._lost
         dialer.send(hello)

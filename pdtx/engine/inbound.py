@@ -71,7 +71,7 @@ class InboundRequest:
     noticed_bytes: int = 0
     complete: Complete | None = None
     error: PdtxError | None = None
-    references: "queue.SimpleQueue[Reference | PdtxError]" = field(default_factory=queue.SimpleQueue)
+    references: "queue.Queue[Reference | PdtxError]" = field(default_factory=queue.Queue)
 
     @property
     def request_id(self) -> str:

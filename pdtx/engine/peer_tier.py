@@ -94,7 +94,7 @@ class PeerTier(Tier):
         self._usage = tuple(GroupUsage(group.name) for group in cache.groups)
         self._channel = ControlChannel(address, security, self._on_message, self._on_lost)
         self._opening, self._lock = threading.Lock(), threading.Lock()
-        self._answers: dict[str, queue.SimpleQueue[TierFound | PdtxError]] = {}
+        self._answers: dict[str, queue.Queue[TierFound | PdtxError]] = {}
         self._way: Way | None = None
         self._problem: PdtxError | None = None
         self._not_before = 0.0
@@ -202,7 +202,7 @@ class PeerTier(Tier):
             proofs=list(keys.proofs[:count]),
             places=[each[each < count].tolist() for each in places],
         )
-        waiting = queue.SimpleQueue[TierFound | PdtxError]()
+        waiting = queue.Queue[TierFound | PdtxError]()
         with self._lock:
             self._answers[request_id] = waiting
         try:
