@@ -227,8 +227,9 @@ class Agent:
             self._lists.clear()
         if agent is not None:
             self._library.ender.end(agent)
-            # Not before: memory that is still registered must not become something else's.
-            self._regions.clear()
+        del agent  # where that has not ended it, this does
+        # Not before: memory that is still registered must not become something else's.
+        self._regions.clear()
         self._library.protocols.forget(self.name)
 
 
