@@ -54,7 +54,7 @@ class Shipper:
     ) -> None:
         self._cache, self._match, self._connection, self._events = cache, match, connection, events
         self._regions, self._modes, self._plans = regions_of(cache), modes, PlanCache()
-        self._work: queue.Queue[Piece | ReadReference | None] = queue.Queue()
+        self._work: queue.SimpleQueue[Piece | ReadReference | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pdtx-shipper", daemon=True)
         self._thread.start()

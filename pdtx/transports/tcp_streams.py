@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import Queue
+from queue import SimpleQueue  # noqa: TID251  # no timeouts
 
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, TransferError
 from pdtx.plan import Slices
@@ -101,7 +101,7 @@ class Lanes:
     def __init__(self, wires: Sequence[Wire], part_bytes: int, make_stager: Callable[[], Stager]) -> None:
         self.wires, self._part_bytes = wires, part_bytes
         self._stagers = [make_stager() for _ in wires]
-        self._jobs: list[Queue[Callable[[], None] | None]] = [Queue() for _ in wires]
+        self._jobs: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in wires]
         self._lock = threading.Lock()
         self._closed = False
 

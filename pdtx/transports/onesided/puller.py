@@ -15,7 +15,7 @@ class Puller:
 
     def __init__(self, broken: Callable[[], None]) -> None:
         self._broken = broken
-        self._work = queue.Queue[Callable[[], None] | None]()
+        self._work = queue.SimpleQueue[Callable[[], None] | None]()  # noqa: TID251  # no timeouts
         self._thread: threading.Thread | None = None
         self.closing = False
 
