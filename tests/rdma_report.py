@@ -10,15 +10,22 @@ def read(folder: Path) -> list[dict[str, Any]]:
     """The entries of both nodes; that a node has no report, or not all of it, is an entry that is not ok."""
     entries = list[dict[str, Any]]()
     for node in (1, 2):
-        path = folder / f"report.{node}.json"
-        report: dict[str, Any] = {"ended": False, "entries": []}
-        if path.exists():
-            report = json.loads(path.read_text())
-        entries += [{"node": node, **entry} for entry in report["entries"]]
-        if not report["ended"]:
-            problem = "it has not come to its end: see .lab/console and .lab/out beside this file"
-            entries.append({"node": node, "stage": "all", "name": "itself", "ok": False, "problems": [problem]})
+        try:
+            report = json.loads((folder / f"report.{node}.json").read_text())
+            found, problem = [{**entry, "node": node} for entry in report["entries"]], ""
+            if report["ended"] is not True or not found:
+                problem = "it has not come to its end"
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            found, problem = [], f"it has left no report ({type(error).__name__})"
+        entries += found
+        if problem:
+            problems = [f"{problem}: see .lab/console and .lab/out beside this file"]
+            entries.append({"node": node, "stage": "all", "name": "itself", "ok": False, "problems": problems})
     return entries
+
+
+def is_well(entry: dict[str, Any]) -> bool:
+    return entry["ok"] is True and not entry["problems"]
 
 
 def facts(entry: dict[str, Any]) -> str:
@@ -55,9 +62,9 @@ def main() -> int:
     entries = read(folder)
     (folder / "report.json").write_text(json.dumps(entries, indent=2) + "\n")
     for entry in entries:
-        verdict = "ok  " if entry["ok"] else "FAIL"
+        verdict = "ok  " if is_well(entry) else "FAIL"
         sys.stdout.write(f"{verdict} node {entry['node']} {entry['stage']} {entry['name']}: {facts(entry)}\n")
-    return 0 if all(entry["ok"] for entry in entries) else 1
+    return 0 if all(map(is_well, entries)) else 1
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 import os
 import resource
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -24,6 +27,7 @@ from pdtx.doctor.probe import Trial
 from pdtx.doctor.processor import check_processor
 from pdtx.doctor.ucx import Copy, check_ucx
 from pdtx.errors import InputError
+from tests.engine_pair import wait_until
 
 _PORT = "sys/class/infiniband/mlx5_0/ports/1"
 _CARD = {
@@ -140,6 +144,8 @@ class TestInfiniband:
         assert "2 GIDs" in found
         assert "GID 3 {} {}".format(*more["3"]) in found
         assert told in found
+        level = named(list(check_infiniband(machine(tmp_path, _CARD | files, environ))), "mlx5_0:1").level
+        assert level == ("warning" if "not have" in told else "ok")
 
     def test_infiniband_proper_takes_the_first(self, tmp_path: Path) -> None:
         files = {f"{_PORT}/link_layer": "InfiniBand", f"{_PORT}/gids/1": "fe80:0000:0000:0000:0000:0000:0000:0009"}
@@ -323,6 +329,48 @@ class TestNixl:
             assert "UCX_MODULES=^efa" in found["EFA"].fix
 
 
+# "ucx" crashes, "shm" hangs and ignores what asks it to end, "leaver" dies and leaves one who holds all it had open.
+_BAD_MOVERS = dedent("""
+    import os, signal, sys, time
+    import pdtx.transports  # takes what it takes: no part of the trial
+    from pdtx.doctor import __main__, probe
+
+    def try_mover(name):
+        if name == "ucx":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if name == "shm":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(600)
+        if name == "leaver":
+            if os.fork() == 0:
+                time.sleep(600)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(1, b"pdtx-trial \\xff" * 1000)
+        return probe.Trial(name=name, detail="works")
+
+    probe.try_mover = try_mover
+    __main__.main()
+""")
+
+
+def _trials_of(parent: int) -> set[int]:
+    """The processes of _BAD_MOVERS that this process has started, whoever their parent is by now."""
+    found, mark = set[int](), _BAD_MOVERS[:60].encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            # The mark is this run's own: others may test the same at the same time.
+            environ = (folder / "environ").read_bytes()
+            if mark in (folder / "cmdline").read_bytes() and f"PDTX_TRIALS={parent}\0".encode() in environ + b"\0":
+                found.add(int(folder.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDTX_TRIALS", str(os.getpid()))
+
+
 class TestMovers:
     def test_trials_that_cannot_be_made_are_errors_and_no_exception(self, tmp_path: Path) -> None:
         trials = try_all(machine(tmp_path, {}, says=None), ["ucx"])
@@ -331,30 +379,25 @@ class TestMovers:
 
     def test_one_that_dies_or_hangs_or_prints_leaves_the_others_alone(self) -> None:
         """With real processes, of movers that do so."""
-        program = """
-            import os, signal, sys, time
-            from pdtx.doctor import __main__, probe
-
-            def try_mover(name):
-                if name == "ucx":
-                    os.kill(os.getpid(), signal.SIGSEGV)
-                if name == "shm":
-                    time.sleep(600)
-                print("trial of", name, flush=True)
-                return probe.Trial(name=name, detail="works")
-
-            probe.try_mover = try_mover
-            import pdtx.transports  # takes what it takes: the time of a trial is none for it
-            __main__.main()
-        """
 
         def run(command: Sequence[str], timeout_s: float) -> str | None:
-            return run_program([sys.executable, "-c", dedent(program), *command[3:]], timeout_s + 90)
+            return run_program([sys.executable, "-c", _BAD_MOVERS, *command[3:]], timeout_s + 90)
 
-        trials = try_all(Machine(run=run), ["ucx", "tcp", "shm", "nixl"], trial_s=8)
+        trials = try_all(Machine(run=run), ["ucx", "tcp", "shm", "leaver", "nixl"], trial_s=4)
         assert (trials["tcp"].detail, trials["nixl"].detail) == ("works", "works")
         assert "its process died" in trials["ucx"].error
+        assert "its process died" in trials["leaver"].error
         assert "has not started in time" in trials["shm"].error
+        wait_until(lambda: not _trials_of(os.getpid()), "the end of what the trials have started")
+
+    @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    def test_no_trial_outlives_its_doctor(self, sign: signal.Signals) -> None:
+        words = [sys.executable, "-c", _BAD_MOVERS, "600", "shm"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as doctor:
+            wait_until(lambda: bool(_trials_of(os.getpid()) - {doctor.pid}), "the trial", 60)
+            doctor.send_signal(sign)
+            doctor.communicate(timeout=20)
+        wait_until(lambda: not _trials_of(os.getpid()), "the end of the trial")
 
     def test_what_a_library_prints_beside_is_left_out(self, tmp_path: Path) -> None:
         says = 'hello\n\npdtx-trial {"name":"tcp"}\nbye\n'

@@ -73,3 +73,44 @@ def test_other_threads_run_while_an_agent_ends() -> None:
     """
     words = [sys.executable, "-c", dedent(program)]
     assert subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout == "ended\n"
+
+
+def test_an_agent_that_is_closed_while_a_request_is_made_leaves_nothing_that_reaches_for_it() -> None:
+    """In a process of its own: a handle that releases itself once its agent is destroyed is a crash."""
+    program = """
+        import gc, threading, torch
+        from pdtx.errors import PeerLost
+        from pdtx.transports.base import Region
+        from pdtx.transports.nixl import agent as module
+        from pdtx.transports.nixl.batches import Batch
+        from pdtx.transports.nixl.library import load
+        from pdtx.transports.nixl.messages import Place
+
+        for _ in range(5):
+            here, there = (module.Agent(load(), "UCX", 0, "tcp", name) for name in "ab")
+            source, target = (Region(torch.zeros(1 << 20, dtype=torch.uint8)) for _ in range(2))
+            here.register(source)
+            there.register(target)
+            here.meet(there.name, there.describe(target, itself=True))
+            closing = threading.Thread(target=here.close)
+
+            class Watched(module.Request):
+                def __init__(self, *words):
+                    super().__init__(*words)
+                    closing.start()
+                    closing.join(0.1)
+
+            module.Request, real = Watched, module.Request
+            try:
+                here.post("WRITE", Place.of(source), (there.name, Place.of(target)), Batch.of(0, 0, 1 << 20), b"+")
+            except PeerLost:
+                pass
+            closing.join()
+            module.Request = real
+            gc.collect()
+            there.close()
+        print("alive")
+    """
+    words = [sys.executable, "-X", "faulthandler", "-c", dedent(program)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr

@@ -129,3 +129,18 @@ def test_a_child_that_stays_is_told_and_killed(tmp_path: Path) -> None:
             child.wait(0.2)
         child.end()
         assert child.wait(1) < 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"ended": tr', "[]", '{"ended": true, "entries": []}', '{"ended": true, "entries": [null]}']
+)
+def test_a_report_that_is_broken_or_says_nothing_is_a_failure_and_hides_no_other(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.1.json").write_text(text)
+    (tmp_path / "report.2.json").write_text(json.dumps({"ended": True, "entries": [entry()]}))
+    monkeypatch.setattr(sys, "argv", ["rdma_report", str(tmp_path)])
+    assert rdma_report.main() == 1
+    told = capsys.readouterr().out
+    assert "FAIL node 1" in told
+    assert "ok   node 2 nodes ucx" in told

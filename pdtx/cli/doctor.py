@@ -35,7 +35,10 @@ def doctor(
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each --reach.", min=0.1)] = 5.0,
     trial_timeout: Annotated[
-        float, typer.Option(help="Seconds within which each mover must have started; more on slow machines.", min=0.1)
+        float,
+        typer.Option(
+            help="Seconds within which each mover must have started; more on slow machines.", min=0.1, max=86400
+        ),
     ] = 60.0,
     json: Json = False,
 ) -> None:

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from contextlib import closing
 
 import msgspec
 
@@ -13,9 +14,10 @@ def main() -> None:
     """Entry point: seconds within which all must have ended, and names."""
     begun = time.monotonic()
     logging.disable(logging.CRITICAL)
-    for trial in try_all(sys.argv[2:], begun + float(sys.argv[1])):
-        sys.stdout.write(f"\n{MARK}{msgspec.json.encode(trial).decode()}\n")
-        sys.stdout.flush()
+    with closing(try_all(sys.argv[2:], begun + float(sys.argv[1]))) as trials:
+        for trial in trials:
+            sys.stdout.write(f"\n{MARK}{msgspec.json.encode(trial).decode()}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -89,6 +89,10 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
     if not gids:
         fix = f"give the network card of {device} an address: RoCE takes its GIDs from there"
         return _finding(name, value, fix=fix, fails=True)
+    chosen = machine.environ.get("UCX_IB_GID_INDEX", _AUTO)
+    if chosen != _AUTO and chosen not in {str(gid.index) for gid in gids}:
+        fix = "unset UCX_IB_GID_INDEX, or set it to an index that the port has"
+        return Finding(subject=_SUBJECT, name=name, value=value, level="warning", fix=fix)
     return _finding(name, value, fix="", fails=False)
 
 

@@ -5,11 +5,16 @@ trial has a process of its own, forked from one that has imported what all need:
 machines a minute.
 """
 
+import ctypes
+import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 
 import msgspec
 
@@ -19,6 +24,8 @@ CUDA = "cuda"
 MARK = "pdtx-trial "
 """What a trial's line of JSON begins with: libraries print on stdout too."""
 
+_PR_SET_PDEATHSIG = 1
+_TICK_S = 0.05
 _SEE = "; to see more: python -m pdtx.doctor 60 "
 
 
@@ -88,33 +95,53 @@ def try_cuda() -> Trial:
     return Trial(name=CUDA, detail=f"torch {torch.__version__}, CUDA {torch.version.cuda}: {', '.join(names)}")
 
 
-def try_all(names: Sequence[str], limit: float) -> Iterator[Trial]:
+def try_all(names: Sequence[str], limit: float) -> Generator[Trial]:
     """Try all at once; one that has not ended at limit (time.monotonic) is killed, and told as an error."""
     import_module("pdtx.transports")
-    forked = get_context("fork")
-    under_way = []
-    for name in names:
-        ours, theirs = forked.Pipe(duplex=False)
-        process = forked.Process(target=_tell, args=(name, theirs), daemon=True)
-        process.start()
-        # The trial's own end of the pipe is the last one: when it dies, the pipe says so.
-        theirs.close()
-        under_way.append((name, ours, process))
-    for name, ours, process in under_way:
-        yield _hear(name, ours, limit)
-        # What it has loaded may crash at its end.
-        process.kill()
-        process.join()
+    forked, under_way = get_context("fork"), list[tuple[str, Connection, ForkProcess]]()
+    try:
+        for name in names:
+            ours, theirs = forked.Pipe(duplex=False)
+            process = forked.Process(target=_tell, args=(name, theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            under_way.append((name, ours, process))
+        for name, ours, process in under_way:
+            yield _hear(name, ours, process, limit)
+    finally:
+        for _, _, process in under_way:
+            _kill(process)
 
 
-def _tell(name: str, end: Connection) -> None:
+def _kill(process: ForkProcess) -> None:
+    """With what it has started. What it has loaded may ignore signals, or crash at its end."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _tell(name: str, end: Connection, parent: int) -> None:
+    """In the trial's process, which ends with the one that it was forked from and prints nowhere."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # killed before that was asked for
+        os._exit(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     end.send_bytes(msgspec.json.encode(try_cuda() if name == CUDA else try_mover(name)))
 
 
-def _hear(name: str, end: Connection, limit: float) -> Trial:
-    if not end.poll(max(limit - time.monotonic(), 0)):
-        return Trial(name=name, error=f"it has not started in time{_SEE}{name}")
+def _hear(name: str, end: Connection, process: ForkProcess, limit: float) -> Trial:
+    # A process that is dead has not always closed its end: others that it has started may hold it.
+    while not end.poll(_TICK_S) and process.is_alive():
+        if not time.monotonic() < limit:
+            return Trial(name=name, error=f"it has not started in time{_SEE}{name}")
     try:
-        return msgspec.json.decode(end.recv_bytes(), type=Trial)
+        if end.poll(0):
+            return msgspec.json.decode(end.recv_bytes(), type=Trial)
     except EOFError:
-        return Trial(name=name, error=f"its process died{_SEE}{name}")
+        pass
+    return Trial(name=name, error=f"its process died{_SEE}{name}")

@@ -153,8 +153,13 @@ class Agent:
                 notice,
             )
 
-        request = Request(self._call(f"prepare a {op}", make), int(batch.nbytes.sum()), "")
-        self._open.add(request)
+        def make_known() -> Request:
+            # Under the lock: close() must know every request that there is.
+            request = Request(make(), int(batch.nbytes.sum()), "")
+            self._open.add(request)
+            return request
+
+        request = self._call(f"prepare a {op}", make_known)
         try:
             request.state = self._call(f"begin a {op}", lambda: self._agent.transfer(request.handle))
         except BaseException:
@@ -183,11 +188,16 @@ class Agent:
 
     def release(self, request: Request) -> None:
         """Give a request back; one under way is cancelled. The agent's end takes along what cannot be."""
-        handle: Any = request.handle
-        if handle is not None:
-            self._call("release a request", lambda: handle.release())
-            self._open.discard(request)
-            request.handle = None
+
+        def give_back() -> None:
+            handle: Any = request.handle
+            if handle is not None:
+                handle.release()
+                self._open.discard(request)
+                request.handle = None
+
+        if request.handle is not None:
+            self._call("release a request", give_back)
 
     # -- notices ------------------------------------------------------------------------------------------------------
 
