@@ -332,6 +332,7 @@ class TestNixl:
 # "ucx" crashes, "shm" hangs and ignores what asks it to end, "leaver" dies and leaves one who holds all it had open.
 _BAD_MOVERS = dedent("""
     import os, signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells ignore it
     import pdtx.transports  # takes what it takes: no part of the trial
     from pdtx.doctor import __main__, probe
 
@@ -394,9 +395,12 @@ class TestMovers:
     def test_no_trial_outlives_its_doctor(self, sign: signal.Signals) -> None:
         words = [sys.executable, "-c", _BAD_MOVERS, "600", "shm"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as doctor:
-            wait_until(lambda: bool(_trials_of(os.getpid()) - {doctor.pid}), "the trial", 60)
-            doctor.send_signal(sign)
-            doctor.communicate(timeout=20)
+            try:
+                wait_until(lambda: bool(_trials_of(os.getpid()) - {doctor.pid}), "the trial", 60)
+                doctor.send_signal(sign)
+                doctor.communicate(timeout=20)
+            finally:
+                doctor.kill()
         wait_until(lambda: not _trials_of(os.getpid()), "the end of the trial")
 
     def test_what_a_library_prints_beside_is_left_out(self, tmp_path: Path) -> None:
