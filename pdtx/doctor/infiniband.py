@@ -19,7 +19,7 @@ _ROCE_HEADERS = 96
 
 _NEEDED = (
     "RDMA needs a verbs card with its driver (mlx5_ib, irdma, efa, ...; for trials Soft-RoCE: "
-    "rdma link add rxe0 type rxe netdev NAME)"
+    "rdma link add rxe0 type rxe netdev NAME, or in virtual machines, deploy/rdma-lab/run: docs/rdma.md)"
 )
 _DEVICES = (
     "let the process have /dev/infiniband: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, or an rdma/... "
