@@ -89,19 +89,28 @@ def _port(machine: Machine, device: str, port: str, *, needed: bool) -> Finding:
     if not gids:
         fix = f"give the network card of {device} an address: RoCE takes its GIDs from there"
         return _finding(name, value, fix=fix, fails=True)
-    chosen = machine.environ.get("UCX_IB_GID_INDEX", _AUTO)
-    if chosen != _AUTO and chosen not in {str(gid.index) for gid in gids}:
+    chosen = _chosen(machine)
+    if chosen is not None and not _has(gids, chosen):
         fix = "unset UCX_IB_GID_INDEX, or set it to an index that the port has"
         return Finding(subject=_SUBJECT, name=name, value=value, level="warning", fix=fix)
     return _finding(name, value, fix="", fails=False)
 
 
+def _chosen(machine: Machine) -> str | None:
+    """Return the index that UCX is told to take; None if it is to pick one."""
+    text = machine.environ.get("UCX_IB_GID_INDEX", _AUTO)
+    return None if text == _AUTO else text
+
+
+def _has(gids: Sequence[_Gid], index: str) -> bool:
+    return any(str(gid.index) == index for gid in gids)
+
+
 def _picked(machine: Machine, layer: str, gids: Sequence[_Gid]) -> str:
     """Return which GID UCX takes, by the rule of its uct_ib_device_select_gid: seen in its log for 1.23."""
-    chosen = machine.environ.get("UCX_IB_GID_INDEX", _AUTO)
-    if chosen != _AUTO:
-        known = any(str(gid.index) == chosen for gid in gids)
-        return f"index {chosen} by UCX_IB_GID_INDEX" + ("" if known else ", which the port does not have")
+    chosen = _chosen(machine)
+    if chosen is not None:
+        return f"index {chosen} by UCX_IB_GID_INDEX" + ("" if _has(gids, chosen) else ", which the port does not have")
     if layer != _ETHERNET:
         return "index 0 picked by UCX"
     first = min(gids, key=lambda gid: (gid.kind != "RoCE v2", not gid.is_ipv4, gid.index))
