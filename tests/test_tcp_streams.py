@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pdtx.testing.contract import Subject, require_works
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey
 from pdtx.transports import listener as listener_module
 from pdtx.transports import tcp_consumer as consumer_module
+from pdtx.transports import tcp_streams as streams_module
 from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_frames import Header, Kind
@@ -196,6 +198,45 @@ def test_placed_comes_once_when_every_part_is_there() -> None:
         assert heard.error is None
         assert heard.nbytes == 100
         assert bytes(there.memory.numpy()) == b"a" * 50 + b"b" * 20 + b"c" * 30
+
+
+def test_a_stream_that_counts_late_takes_nothing_back_from_an_ended_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes, seen, ended = 3000, list[int](), threading.Event()
+    send_payload = streams_module.send_payload
+
+    def counting_late(*arguments: Any) -> None:
+        *others, count = arguments
+
+        def late(moved: int) -> None:
+            ended.wait(10)
+            count(moved)
+            seen.append(handle.moved)
+
+        send_payload(*others, late)
+
+    monkeypatch.setattr(streams_module, "send_payload", counting_late)
+    with MoverPair(three) as pair:
+        connection = pair.connect()
+        handle = put(pair, connection, region_of(nbytes), nbytes)
+        handle.wait()
+        ended.set()
+        wait_until("every stream has counted", lambda: len(seen) == 3)
+    assert seen == [nbytes] * 3
+
+
+def test_the_receiver_is_told_of_all_bytes_though_streams_overtake_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes, progress = 3000, consumer_module.Inbound._progress
+
+    def slow_if_first(session: Any, moved: int) -> None:
+        if moved < nbytes:
+            time.sleep(0.2)
+        progress(session, moved)
+
+    monkeypatch.setattr(consumer_module.Inbound, "_progress", slow_if_first)
+    with MoverPair(three) as pair:
+        put(pair, pair.connect(), region_of(nbytes), nbytes).wait()
+        (heard,) = pair.grants.heard
+    assert heard.nbytes == nbytes
 
 
 def lose_first(connection: TcpConnection) -> None:

@@ -204,6 +204,14 @@ class TransferHandle:
             self._state, self.posted = TransferState.POSTED, time.monotonic()
             return True
 
+    def note_moved(self, nbytes: int) -> None:
+        """Note how many bytes have been given to the transport so far.
+
+        Less than was noted before changes nothing: the end, or another thread, has overtaken this call.
+        """
+        with self._changed:
+            self.moved = max(self.moved, nbytes)
+
     def mark_sent(self) -> None:
         """Mark the last byte as given to the transport, unless the end has overtaken this call."""
         with self._changed:

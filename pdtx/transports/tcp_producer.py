@@ -88,7 +88,7 @@ class _Begun:
     def note_progress(self) -> None:
         """Tell the handle how many bytes of its payload have gone."""
         if self.cursor is not None and self.job.kind is Kind.PUT:
-            self.handle.moved = max(0, self.cursor.done - len(self.head))
+            self.handle.note_moved(self.cursor.done - len(self.head))
 
 
 class TcpConnection(Connection):
@@ -272,13 +272,16 @@ class TcpConnection(Connection):
         self._sent(handle, job)
 
     def _write_whole(self, handle: TransferHandle, job: _Job, phase: str) -> None:
-        def progress(nbytes: int) -> None:
-            handle.moved = nbytes  # never "+=": the acknowledgement may set it at the same time
-
         head = bytes(job.header) + job.data
         if job.kind is Kind.PUT:
             self._sending.send(
-                head, job.region, job.slices, phase, staged=job.staged, deadline=handle.deadline, progress=progress
+                head,
+                job.region,
+                job.slices,
+                phase,
+                staged=job.staged,
+                deadline=handle.deadline,
+                progress=handle.note_moved,
             )
         else:
             self._wire.send(head, phase, handle.deadline)
@@ -307,12 +310,8 @@ class TcpConnection(Connection):
 
     def _take(self, handle: GetHandle, job: _Job, sequence: int) -> None:
         """Receive the payload of a get, or throw it away where it has been given up."""
-
-        def progress(nbytes: int) -> None:
-            handle.moved = nbytes
-
         phase = f"the payload of {handle.key}"
-        whole = self._receiving.receive(job.region, job.slices, phase, progress=progress, guard=handle.filling)
+        whole = self._receiving.receive(job.region, job.slices, phase, progress=handle.note_moved, guard=handle.filling)
         kind = Kind.TAKEN if whole and handle.finish() else Kind.DROPPED
         header = _header(kind, handle.key, handle.nbytes)
         number(header, sequence)

@@ -196,21 +196,20 @@ class Lanes:
     ) -> None:
         """Carry out step(stream, part, count) for each part; count adds to what progress is told of all."""
         edges = self._edges(slices.total)
-        moved = [0] * (len(edges) - 1)
+        moved, telling = 0, threading.Lock()
 
-        def counter(index: int) -> Callable[[int], None]:
-            def count(nbytes: int) -> None:
-                moved[index] += nbytes
+        def count(nbytes: int) -> None:
+            nonlocal moved
+            with telling:  # streams overtake one another, and what progress is told must only grow
+                moved += nbytes
                 if progress is not None:
-                    progress(sum(moved))
+                    progress(moved)
 
-            return count
-
-        if len(moved) == 1:
-            step(0, slices, counter(0))
+        if len(edges) == 2:
+            step(0, slices, count)
             return
         parts = [cut_stream(slices, start, stop) for start, stop in itertools.pairwise(edges)]
-        self._run(lambda index: step(index, parts[index], counter(index)), len(parts))
+        self._run(lambda index: step(index, parts[index], count), len(parts))
 
     def _run(self, step: Callable[[int], None], count: int) -> None:
         """Carry out step(0) here and the others in the threads that work; returns when all have ended.

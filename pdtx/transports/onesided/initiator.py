@@ -324,7 +324,7 @@ class OneSidedConnection(Connection):
         check_within(there, nbytes, "the peer's memory")
 
         def moved(count: int) -> None:
-            handle.moved += count
+            handle.note_moved(handle.moved + count)
 
         def stopped() -> bool:
             ending = handle.ending if isinstance(handle, GetHandle) else handle.state.final
