@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from pdtx.testing.contract import Subject, require_works
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey
 from pdtx.transports import listener as listener_module
 from pdtx.transports import tcp_consumer as consumer_module
-from pdtx.transports import tcp_streams as streams_module
 from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_frames import Header, Kind
@@ -30,6 +28,7 @@ from tests.tcp_clients import inbound_threads, stream_client, wait_until
 
 KEY = TransferKey("request", 0, 1, 0, 16)
 ID = b"c" * 16
+Step = Callable[[int, Slices, Callable[[int], None]], None]
 
 
 def three() -> TcpMover:
@@ -202,21 +201,23 @@ def test_placed_comes_once_when_every_part_is_there() -> None:
 
 def test_a_stream_that_counts_late_takes_nothing_back_from_an_ended_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes, seen, ended = 3000, list[int](), threading.Event()
-    send_payload = streams_module.send_payload
-
-    def counting_late(*arguments: Any) -> None:
-        *others, count = arguments
-
-        def late(moved: int) -> None:
-            ended.wait(10)
-            count(moved)
-            seen.append(handle.moved)
-
-        send_payload(*others, late)
-
-    monkeypatch.setattr(streams_module, "send_payload", counting_late)
     with MoverPair(three) as pair:
         connection = pair.connect()
+        assert isinstance(connection, TcpConnection)
+        each_part = connection._sending._each_part
+
+        def counting_late(slices: Slices, step: Step, progress: Callable[[int], None] | None) -> None:
+            def late_step(index: int, part: Slices, count: Callable[[int], None]) -> None:
+                def late(moved: int) -> None:
+                    ended.wait(10)
+                    count(moved)
+                    seen.append(handle.moved)
+
+                step(index, part, late)
+
+            each_part(slices, late_step, progress)
+
+        monkeypatch.setattr(connection._sending, "_each_part", counting_late)
         handle = put(pair, connection, region_of(nbytes), nbytes)
         handle.wait()
         ended.set()
@@ -227,7 +228,7 @@ def test_a_stream_that_counts_late_takes_nothing_back_from_an_ended_transfer(mon
 def test_the_receiver_is_told_of_all_bytes_though_streams_overtake_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes, progress = 3000, consumer_module.Inbound._progress
 
-    def slow_if_first(session: Any, moved: int) -> None:
+    def slow_if_first(session: consumer_module.Inbound, moved: int) -> None:
         if moved < nbytes:
             time.sleep(0.2)
         progress(session, moved)
