@@ -84,6 +84,20 @@ def test_what_has_arrived_goes_on_and_what_has_not_fails() -> None:
         serve(pair, "midway")
 
 
+def test_what_has_arrived_outlasts_its_connection_before_its_completion_was_heard() -> None:
+    """The word that all was sent comes over another channel, and may be read after the end of this one."""
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+        received = pair.received("r")
+        ship(pair.producer, request, complete=False)
+        wait_until(lambda: request.grant is not None and request.unsent == 0, "all pieces")
+        pair.consumer.receiver.closed(received.session.session_id, "it ended")
+        assert received.error is None
+        pair.producer.computed(request, 7)
+        pair.finish(pair.next_ready())
+        assert pair.producer.wait(request).text == "done"
+
+
 def test_a_request_that_waits_for_blocks_fails_with_the_session() -> None:
     with Pair(destination=make_cache("flashinfer_hnd", 32, num_blocks=3)) as pair:
         going, queued = begin(pair.producer, 40, "going"), begin(pair.producer, 40, "queued")

@@ -125,8 +125,13 @@ class PayloadReceiver:
         logger.info("ignored a notice of %d bytes of session %s", len(data), session_id)
 
     def closed(self, session_id: str, reason: str) -> None:
-        """Fail what a producer had under way when its data connection ended."""
-        lost = PeerLost(f"the data connection ended: {reason}")
-        self._requests.fail_where(
-            lambda request: request.session.session_id == session_id and request.state is InboundState.RECEIVING, lost
-        )
+        """Fail what a producer had under way when its data connection ended.
+
+        What has all arrived waits for the word that it is complete, which comes over the control channel.
+        """
+
+        def cut(request: InboundRequest) -> bool:
+            ours = request.session.session_id == session_id and request.state is InboundState.RECEIVING
+            return ours and request.missing() is not None
+
+        self._requests.fail_where(cut, PeerLost(f"the data connection ended: {reason}"))
