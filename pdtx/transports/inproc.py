@@ -83,11 +83,15 @@ class InprocMover(Mover):
             self._check_open()
             listener = _listeners.get(address)
         if listener is None:
-            raise PeerUnreachable(f"nobody answers at {address} in this process")
+            raise _nobody_at(address)
         if not hmac.compare_digest(listener.receiver.admit(session_id), token):
             raise AuthenticationFailed(f"{address} does not know the token of session {session_id}")
-        connection = InprocConnection(address, session_id, listener.receiver, self._watch)
         with _lock:
+            # Either side may have closed while the receiver made up its mind.
+            self._check_open()
+            if _listeners.get(address) is not listener:
+                raise _nobody_at(address)
+            connection = InprocConnection(address, session_id, listener.receiver, self._watch)
             listener.connections.append(connection)
             self._connections.append(connection)
         return connection
@@ -109,6 +113,10 @@ class InprocMover(Mover):
             for connection in listener.connections:
                 connection.lose()
         self._watch.close()
+
+
+def _nobody_at(address: str) -> PeerUnreachable:
+    return PeerUnreachable(f"nobody answers at {address} in this process")
 
 
 @dataclass(frozen=True)
