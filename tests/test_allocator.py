@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdtx.cache import BlockAllocator, Blocks
+from pdtx.cache import BlockAllocator, Blocks, GroupAllocator
 from pdtx.errors import OutOfBlocks, StaleBlocks
 from pdtx.plan.runs import Int64s
 
@@ -154,6 +154,30 @@ def test_on_return_comes_before_the_block_can_be_had_again() -> None:
     assert len(returned) == 3
     pool.unhold(held)
     assert returned[3:] == held.ids.tolist()
+
+
+def test_a_hold_of_several_groups_takes_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who ends a request frees its blocks while others begin to hold them; a hold that fails must leave nothing."""
+    allocator = GroupAllocator({"full": 4, "window": 4})
+    blocks = allocator.allocate([2, 2])
+    ender = threading.Thread(target=allocator.free, args=(blocks,))
+    second = allocator.pools[1]
+    hold = second.hold
+
+    def hold_late(own: Blocks) -> None:
+        ender.start()
+        ender.join(0.3)  # as long as it has to wait for this
+        hold(own)
+
+    monkeypatch.setattr(second, "hold", hold_late)
+    try:
+        allocator.hold(blocks)
+    except StaleBlocks:
+        pass
+    else:
+        allocator.unhold(blocks)
+    ender.join()
+    assert allocator.num_free == (3, 3)
 
 
 class Model:

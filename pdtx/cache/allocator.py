@@ -92,14 +92,18 @@ class BlockAllocator:
 
         Raises StaleBlocks, giving back none, if one of them was given back before or is named twice.
         """
+        self.put_back(self.retire(blocks))
+
+    def retire(self, blocks: Blocks) -> Int64s:
+        """Do the first half of free(): nobody can use or hold blocks any more. Return the ids to be put_back()."""
         with self._lock:
             self._check(blocks)
             if len(np.unique(blocks.ids)) < len(blocks):
                 raise StaleBlocks(f"a block is named twice in one free: {blocks.ids.tolist()}")
             self._generations[blocks.ids] += 1
             self._used[blocks.ids] = False
-            returning = blocks.ids[self._holds[blocks.ids] == 0]
-        self._return(returning)
+            returning: Int64s = blocks.ids[self._holds[blocks.ids] == 0]
+        return returning
 
     def hold(self, blocks: Blocks) -> None:
         """Keep blocks out of the pool, even when freed, until unhold. Raises StaleBlocks if they are not in use."""
@@ -112,9 +116,10 @@ class BlockAllocator:
         with self._lock:
             self._holds[blocks.ids] -= 1
             returning = blocks.ids[(self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]]
-        self._return(returning)
+        self.put_back(returning)
 
-    def _return(self, ids: Int64s) -> None:
+    def put_back(self, ids: Int64s) -> None:
+        """Do the second half of free(): let blocks that were retired be handed out again."""
         if not len(ids):
             return
         if self._on_return is not None:

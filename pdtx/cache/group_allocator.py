@@ -88,15 +88,18 @@ class GroupAllocator:
 
     def free(self, blocks: GroupBlocks) -> None:
         """Give blocks back, see BlockAllocator.free. Raises StaleBlocks before any is given back."""
-        self.check(blocks)
-        for pool, own in zip(self.pools, blocks.groups, strict=True):
-            pool.free(own)
+        with self._lock:  # who holds them meanwhile gets hold of all or none
+            self.check(blocks)
+            retired = [pool.retire(own) for pool, own in zip(self.pools, blocks.groups, strict=True)]
+        for pool, ids in zip(self.pools, retired, strict=True):
+            pool.put_back(ids)
 
     def hold(self, blocks: GroupBlocks) -> None:
         """Keep blocks out of the pools until unhold. Raises StaleBlocks if they are not in use."""
-        self.check(blocks)
-        for pool, own in zip(self.pools, blocks.groups, strict=True):
-            pool.hold(own)
+        with self._lock:
+            self.check(blocks)
+            for pool, own in zip(self.pools, blocks.groups, strict=True):
+                pool.hold(own)
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""
