@@ -1,6 +1,7 @@
 """deploy/rdma-lab/run with a QEMU that only seems to be one: arguments, exit statuses, and that nothing is left."""
 
 import gzip
+import importlib
 import os
 import random
 import signal
@@ -164,6 +165,35 @@ def test_status_and_output_come_back(fake: Fake, status: int, tmp_path: Path) ->
     )
     assert told.stdout == "do\nwhat's asked\n", settings
     fake.require_nothing_left()
+
+
+@dataclass
+class Told:
+    """A machine that runs, and whose status reads so, one time after the other."""
+
+    node: int
+    readings: list[int | None]
+    running: bool = True
+
+    @property
+    def status(self) -> int | None:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [[[3], [0]], [[None, 3], [0]], [[None, None, 3], [0]], [[0], [None, None, 3]], [[None, 3], [None, None, 0]]],
+)
+def test_a_failure_counts_whenever_it_is_seen(
+    readings: list[list[int | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(_LAB))
+    lab, job, machine = (importlib.import_module(f"rdma_lab.{name}") for name in ("lab", "job", "machine"))
+    setup = machine.Setup(None, tmp_path, tmp_path, tmp_path, 1024)
+    run = lab.Lab(setup, job.Job(["true"], 2, tmp_path, 9000), _LIMIT_S)
+    run._machines = [Told(node, list(told)) for node, told in enumerate(readings, 1)]
+    assert run.wait() == 3
+    assert "has failed with exit status 3" in capfd.readouterr().err
 
 
 def test_a_share_of_its_own_goes_with_the_run(fake: Fake) -> None:

@@ -57,27 +57,27 @@ class Lab:
         Raises LabError if a machine dies.
         """
         failed, grace = None, float("inf")
-        while not self._all_ended():
-            time.sleep(_TICK_S)
+        while True:
+            # One reading for all that follows: a status that came in between would end the loop unseen.
+            statuses = [machine.status for machine in self._machines]
             self._show()
-            for machine in self._machines:
-                status = machine.status
+            for machine, status in zip(self._machines, statuses, strict=True):
                 if status not in (None, 0) and failed is None:
                     say(f"node {machine.node} has failed with exit status {status}")
                     failed, grace = status, time.monotonic() + _GRACE_S
                 if status is None and not machine.running and machine.status is None:
                     raise LabError(f"machine {machine.node} died: {machine.last_words()}")
+            if None not in statuses:
+                break
             if time.monotonic() > grace:
                 say(f"the other node has not ended {_GRACE_S:.0f} s later, and is stopped")
                 break
             if time.monotonic() > self._deadline:
                 self._tell_timeout()
                 return TIMED_OUT
+            time.sleep(_TICK_S)
         self._show(last=True)
         return failed or 0
-
-    def _all_ended(self) -> bool:
-        return all(machine.status is not None for machine in self._machines)
 
     def _show(self, last: bool = False) -> None:
         for output in self._outputs:
