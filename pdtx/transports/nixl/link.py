@@ -217,6 +217,8 @@ class NixlLink(Link[Place]):
         while not agent.ended(posted[0]):
             self._look(wait, begun)
             pace.rest()
+        # Given up while it still read its source, a request may have read what had changed.
+        self._look(wait, begun)
         request = posted.popleft()
         agent.release(request)
         wait.progress.moved(request.nbytes)

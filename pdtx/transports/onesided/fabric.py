@@ -89,6 +89,8 @@ class Link(ABC, Generic[Remote]):
         runs: checked to lie inside both regions. Raises DeadlineExceeded at deadline (time.monotonic()),
         TransferAborted when progress.stopped, PeerLost or TransferError; after an error no byte is written any more,
         or else every later call raises too and close() makes an end of it.
+        It looks at both for the last time when no byte of region is read any more, and before confirm() can succeed:
+        a transfer that has been given up does not keep its source as it was.
         """
         raise NotImplementedError(f"{type(self).__name__} only reads")
 
