@@ -408,6 +408,24 @@ def test_close_leaves_a_stuck_receiver_behind_in_time() -> None:
     wait_until("the receiver's thread ends", lambda: inbound_threads() == 0)
 
 
+def test_a_signal_in_the_middle_of_a_request_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer would take whatever follows for the rest of it."""
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    region = Region(torch.zeros(64, dtype=torch.uint8))
+    runs = Runs(np.array([0]), np.array([0]), np.array([64]))
+    with MoverPair(TcpMover) as pair:
+        connection = pair.connect()
+        monkeypatch.setattr(Wire, "send_at_once", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            connection.put(key(), region, runs, time.monotonic() + 10)
+        assert isinstance(connection.ended, PeerLost)
+        with pytest.raises(PeerLost, match="KeyboardInterrupt in the middle of a request"):
+            connection.put(key(), region, runs, time.monotonic() + 10).wait()
+
+
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:99999", "::1:5", ":5", "no such host:1"])
 def test_bad_addresses_are_input_errors(address: str) -> None:
     mover = TcpMover()

@@ -208,6 +208,10 @@ class TcpConnection(Connection):
                 self._rest = self._begin_to_write(*taken)
         except PdtxError as error:
             self._break(lost_by(error, self._wire.peer))
+        except BaseException as error:
+            # A signal, perhaps, in the middle of a request: nothing can follow it.
+            self._break(lost_by(TransferError(f"{type(error).__name__} in the middle of a request"), self._wire.peer))
+            raise
         finally:
             left = self._rest is not None
             self._turn.release()
