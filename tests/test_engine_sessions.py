@@ -19,8 +19,19 @@ from pdtx.errors import (
 from pdtx.protocol import Bye, Complete, Hello
 from pdtx.testing.pair import Leaks
 from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
-from tests.engine_pair import OPEN, PATIENCE_S, Pair, WrappedMover, begin, describe, make_cache, ship, wait_until
-from tests.faulty_mover import FaultyConnection, Post
+from tests.engine_pair import (
+    LAYERS,
+    OPEN,
+    PATIENCE_S,
+    Pair,
+    WrappedMover,
+    begin,
+    describe,
+    make_cache,
+    ship,
+    wait_until,
+)
+from tests.faulty_mover import FaultyConnection, Post, Timers
 
 FOR_GOOD = r"lost decode-.*; a new session with decode-\w+ cannot be had: "
 MOVERS = ("inproc", "tcp", "shm")
@@ -289,6 +300,39 @@ def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break(monk
         ship(pair.producer, request)
         with pytest.raises(DeadlineExceeded, match="room to send"):
             pair.producer.wait(request)
+        serve(pair)
+        assert len(connections) == 2
+
+
+def test_a_request_whose_deadline_is_noticed_before_its_transfers_is_one_cut_off_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdtx.engine.route._SETTLE_S", 10.0)  # who waits does so only until it has broken
+    connections, stuck = list[FaultyConnection](), list[TransferHandle]()
+
+    def sticks(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
+        if key.request_id != "cut":
+            return post()
+        stuck.append(idle)
+        return idle
+
+    def wrap(inner: Connection) -> Connection:
+        connections.append(FaultyConnection(inner, sticks, []))
+        return connections[-1]
+
+    def cut_off() -> None:
+        connections[0].close()
+        for handle in stuck:
+            handle.finish(DeadlineExceeded("room to send", "the consumer", 1.0))
+
+    with Pair(wrap=partial(WrappedMover, wrap=wrap)) as pair, Timers() as timers:
+        request = begin(pair.producer, 20, "cut")
+        ship(pair.producer, request)
+        wait_until(lambda: len(stuck) == LAYERS, "all pieces at the mover")
+        request.deadline = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="pieces of them not acknowledged"):
+            pair.producer.wait(request)
+        timers.after(0.2, cut_off)
         serve(pair)
         assert len(connections) == 2
 

@@ -336,6 +336,9 @@ class KVProducer:
             if request.error is not None or request.finished is not None:
                 return
             request.error = error
+            if request.sending and self._route is not None:
+                # Its transfers have the same deadline, and what cuts them off may come to it a little later.
+                self._route.note_cut()
             request.unsent -= len(request.waiting)
             request.waiting.clear()
             self._changed.notify_all()
