@@ -130,7 +130,11 @@ class Placement:
 
 
 class Receiver(Protocol):
-    """What a consumer does for a listening mover. Called from the mover's threads."""
+    """What a consumer does for a listening mover. Called from the mover's threads.
+
+    Calls are short: a connection stands still meanwhile and, where a deadline is the reason of the call, so do all
+    other deadlines of the mover.
+    """
 
     def admit(self, session_id: str) -> bytes:
         """Return the 32-byte token of a session. Raises AuthenticationFailed if there is none."""
@@ -253,7 +257,10 @@ class TransferHandle:
         return True
 
     def on_end(self, callback: Callable[["TransferHandle"], None]) -> None:
-        """Call callback once when the transfer ends (at once if it has), in the thread that ends it."""
+        """Call callback once when the transfer ends (at once if it has), in the thread that ends it.
+
+        It is short: that thread may be the one that watches over all deadlines of the mover.
+        """
         with self._changed:
             if not self._state.final:
                 self._callbacks.append(callback)

@@ -1,5 +1,6 @@
 """What every producer's connection needs: an ordered queue of transfers, and a watch over their deadlines."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -8,7 +9,11 @@ from typing import Generic, TypeVar
 from pdtx.errors import PdtxError, TransferAborted
 from pdtx.transports.base import TransferHandle
 
+logger = logging.getLogger(__name__)
+
 Job = TypeVar("Job")
+
+_JOIN_S = 1.0
 
 
 class DeadlineWatch:
@@ -64,7 +69,9 @@ class DeadlineWatch:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_JOIN_S)
+            if self._thread.is_alive():
+                logger.warning("%s is stuck in a callback and left behind", self._thread.name)
 
 
 class Outbox(Generic[Job]):
