@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,82 @@ def test_without_the_lab_it_is_skipped_at_once_with_the_reason(tmp_path: Path) -
     assert done.returncode == 77, done.stderr
     assert done.stderr.startswith("test-rdma: skipped: the lab lacks ")
     assert time.monotonic() - begun < 5
+
+
+_SEEMING = {
+    "deploy/rdma-lab/run": '[ "$1" = --check ] && exit; echo $$ >>pids; exec sleep 300',
+    "scripts/install": "exit 0",
+    ".venv/bin/python": '[ "$3" != keygen ] || touch "$6/$4.key_secret"',
+}
+
+
+class Trial:
+    """The script in a checkout whose lab only seems to be one, and stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, does in _SEEMING.items():
+            program = folder / name
+            program.parent.mkdir(parents=True, exist_ok=True)
+            program.write_text(f"#!/bin/sh\n{does}\n")
+            program.chmod(0o700)
+        shutil.copy(_SCRIPT, folder / "scripts")
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        with open(self.folder / "said", "wb") as said:
+            return subprocess.Popen([self.folder / "scripts/test-rdma"], stderr=said)
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    @property
+    def labs(self) -> list[int]:
+        """Their processes, as soon as there is one."""
+        limit = time.monotonic() + 20
+        while not (self.folder / "pids").exists() or not (pids := (self.folder / "pids").read_text()):
+            assert time.monotonic() < limit, self.said
+            time.sleep(0.02)
+        return [int(pid) for pid in pids.split()]
+
+    @property
+    def secrets(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "results/rdma").glob("*.key_secret"))
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    """Not begun; whatever labs a failed test leaves are killed."""
+    made = Trial(tmp_path)
+    yield made
+    for pid in made.labs:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_signal_ends_the_lab_and_takes_the_keys_away(trial: Trial) -> None:
+    with trial.start() as script:
+        (lab,) = trial.labs
+        assert trial.secrets == ["decode.key_secret", "prefill.key_secret"]
+        script.terminate()
+        assert script.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(lab, 0)
+    assert trial.secrets == []
+
+
+def test_a_lab_whose_script_was_killed_keeps_others_from_its_folder(trial: Trial) -> None:
+    with trial.start() as script:
+        (lab,) = trial.labs
+        script.kill()
+    os.kill(lab, 0)
+    with trial.start() as second:
+        try:
+            assert second.wait(5) == 2
+        finally:
+            second.kill()
+    assert "another run in this folder has not ended" in trial.said
+    assert trial.secrets == ["decode.key_secret", "prefill.key_secret"]
 
 
 @pytest.mark.parametrize(
