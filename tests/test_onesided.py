@@ -385,6 +385,33 @@ def test_a_broken_engine_ends_the_connection_with_its_words(monkeypatch: pytest.
             late.wait()
 
 
+def test_a_connection_says_that_it_has_ended_before_a_transfer_ends_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears of the failure tries again at once, and must not do so over the same connection."""
+    with MoverPair(PushingMover) as pair:
+        connection, gate = pair.connect(), Gate()
+
+        def fail(*_: object) -> None:
+            gate.hold()
+            raise TransferError("the engine has no more credits")
+
+        monkeypatch.setattr(_producer_link(pair), "write", fail)
+        scenes = [Scene(seed=seed, num_layers=1) for seed in range(2)]
+        first, second = (_start(pair, connection, scene) for scene in scenes)
+        gate.wait_reached(WAIT_S)
+        seen, heard = list[PdtxError | None](), threading.Event()
+
+        def ask(_: TransferHandle) -> None:
+            seen.append(connection.ended)
+            heard.set()
+
+        first.on_end(ask)
+        gate.open()
+        assert heard.wait(WAIT_S)
+        assert "no more credits" in str(seen[0])
+        with pytest.raises(PeerLost, match="no more credits"):
+            second.wait()
+
+
 # -- hostile peers -----------------------------------------------------------------------------------------------------
 
 

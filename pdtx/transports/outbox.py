@@ -152,15 +152,20 @@ class Outbox(Generic[Job]):
             self._changed.wait_for(lambda: self._queue or self._closed)
             return None if self._closed else self._queue.popleft()
 
-    def close(self, lost: PdtxError | None = None) -> None:
-        """End every transfer: as FAILED with lost, else as abort() says. Only the first call counts."""
+    def shut(self, lost: PdtxError | None = None) -> None:
+        """Take and begin no more transfers; close() has yet to end those that are there. Only the first call counts."""
         with self._changed:
             if self._closed:
                 return
             self._closed, self._lost = True, lost
-            handles = list(self._open)
             self._queue.clear()
             self._changed.notify_all()
+
+    def close(self, lost: PdtxError | None = None) -> None:
+        """End every transfer: as FAILED with what shut() was told first, or lost, else as abort() says. Idempotent."""
+        self.shut(lost)
+        with self._changed:
+            handles, self._open = self._open, {}
         for handle in handles:
             self._end(handle)
 

@@ -26,7 +26,7 @@ from pdtx.transports.base import (
     TransferHandle,
     TransferKey,
 )
-from pdtx.transports.crew import Crew
+from pdtx.transports.crew import Crew, lost_by
 from pdtx.transports.gets import GetHandle, Stopped
 from pdtx.transports.handshake import bounded_id
 from pdtx.transports.onesided.fabric import Link, Progress
@@ -310,6 +310,8 @@ class OneSidedConnection(Connection):
         except PdtxError as error:
             # Stopped because the connection ends: what ended it ends the transfer, too, and says more.
             if not self._book.closed:
+                # Before the transfer ends: whoever waits for that may try again at once, and not over this connection.
+                self._outbox.shut(lost_by(error, self._peer))
                 handle.finish(error)
             self._send_last(asked, End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
             raise
