@@ -8,10 +8,10 @@ import pytest
 from pdtx.transports.nixl.protocols import GET, PUT, Choice, ProtocolLog, Tables
 
 
-def table(agent: str, operation: str, *rows: str) -> str:
+def table(agent: str, operation: str, *rows: str, thread: int = 0) -> str:
     head = ["+--------+-------+", f"| {agent} intra-node cfg#1 |", f"| {operation} |"]
     lines = [*head, "+---+---+", "| Range | Description | Config |", "+---+---+", *rows, "+---+---+"]
-    return "".join(f"[1795988632.338019] [host:6674 :0]   {line}\n" for line in lines)
+    return "".join(f"[1795988632.338019] [host:6674 :{thread}]   {line}\n" for line in lines)
 
 
 WRITE = "remote memory write by ucp_put* from host memory to host"
@@ -40,6 +40,15 @@ def test_the_last_table_of_a_kind_counts() -> None:
     tables = Tables()
     tables.read(text.splitlines())
     assert tables.choices == {("a", PUT): [Choice(float("inf"), "short tcp/lo")]}
+
+
+def test_tables_that_two_threads_print_at_the_same_time() -> None:
+    one = table("a", WRITE, "| 0..2047 | short | tcp/lo |", RDMA).splitlines()
+    other = table("b", WRITE, "| 0..1023 | short | cma/memory |", "| 1024..inf | zero-copy | cma/memory |", thread=1)
+    tables = Tables()
+    tables.read(line for lines in zip(one, other.splitlines(), strict=True) for line in lines)
+    assert [choice.most for choice in tables.choices["a", PUT]] == [2047, float("inf")]
+    assert [choice.text for choice in tables.choices["b", PUT]] == ["short cma/memory", "zero-copy cma/memory"]
 
 
 class TestLog:

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 PUT, GET = "ucp_put", "ucp_get"
 
-_TABLE = re.compile(r"^\[[^\]]*\] \[[^\]]*\]\s+([+|].*[+|])\s*$")
+_TABLE = re.compile(r"^\[[^\]]*\] \[([^\]]*)\]\s+([+|].*[+|])\s*$")
+"""A table's line, and who prints it: host, process and thread."""
 _OWNER = re.compile(r"(\S+) \S+ cfg#\d+$")
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+|inf))?$")
 _LEFT = "was not returned to mpool"
@@ -47,7 +48,8 @@ class Tables:
 
     def __init__(self) -> None:
         self.choices = dict[tuple[str, str], list[Choice]]()
-        self._owner = self._operation = ""
+        # By who prints: several threads do so at the same time. Each has a table under way: its agent and operation.
+        self._under_way = dict[str, tuple[str, str]]()
 
     def read(self, lines: Iterable[str]) -> list[str]:
         """Read whole lines, which go on where the last ones ended; return those that belong to no table."""
@@ -56,20 +58,22 @@ class Tables:
             table = _TABLE.match(line)
             if table is None:
                 others += [line] if line.strip() else []
-            elif table[1].startswith("|"):
-                self._read_cells([cell.strip() for cell in table[1].strip("|").split("|")])
+            elif table[2].startswith("|"):
+                self._read_cells(table[1], [cell.strip() for cell in table[2].strip("|").split("|")])
         return others
 
-    def _read_cells(self, cells: list[str]) -> None:
+    def _read_cells(self, printer: str, cells: list[str]) -> None:
+        owner, operation = self._under_way.get(printer, ("", ""))
         if len(cells) == 1 and (head := _OWNER.match(cells[0])):
-            self._owner = head[1]
+            self._under_way[printer] = head[1], operation
         elif len(cells) == 1:
-            self._operation = next((name for name in (PUT, GET) if name + "*" in cells[0]), "")
-            if self._operation:
-                self.choices[self._owner, self._operation] = []
-        elif self._operation and (sizes := _RANGE.match(cells[0])):
+            operation = next((name for name in (PUT, GET) if name + "*" in cells[0]), "")
+            self._under_way[printer] = owner, operation
+            if operation:
+                self.choices[owner, operation] = []
+        elif operation and (sizes := _RANGE.match(cells[0])):
             choice = Choice(float(sizes[2] or sizes[1]), " ".join(cells[1:]))
-            self.choices[self._owner, self._operation].append(choice)
+            self.choices[owner, operation].append(choice)
 
 
 class ProtocolLog:
