@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,44 @@ def test_written_through_and_promoted(tmp_path: Path, layouts: tuple[str, ...] |
         drain(stack)
         assert disk.usage().groups[0].stored.blocks == 9
         assert (stack.behind.written.blocks, stack.behind.refused, stack.behind.failed) == (9, 0, 0)
+
+
+def test_what_is_stored_is_on_its_way_down_before_the_way_down_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has the result of a store may wait for the disk before the thread that stored has passed the blocks on."""
+    cache, go, stored = plain(), threading.Event(), TierStack._stored
+
+    def late(*call: Any) -> None:  # noqa: ANN401 - as TierStack._stored
+        assert go.wait(WAIT_S)
+        stored(*call)
+
+    monkeypatch.setattr(TierStack, "_stored", late)
+    with stacked(tmp_path, cache, 4) as (stack, _, disk):
+        assert store(stack, cache, 3).num_blocks == 3
+        assert not stack.drain(time.monotonic() + 0.05)
+        go.set()
+        drain(stack)
+        assert disk.usage().groups[0].stored.blocks == 3
+
+
+def test_a_store_that_fails_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = plain()
+
+    def broken(*_: object) -> None:
+        raise TierError("no")
+
+    with stacked(tmp_path, cache, 4) as (stack, memory, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "_move_in", broken)
+            with pytest.raises(TierError):
+                store(stack, cache, 3)
+        drain(stack)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "store", broken)
+            with pytest.raises(TierError):
+                store(stack, cache, 3)
+        drain(stack)
 
 
 def test_one_request_from_two_tiers(tmp_path: Path) -> None:
@@ -268,9 +307,8 @@ def test_a_slow_disk_refuses_and_nothing_waits_for_it(tmp_path: Path, monkeypatc
             assert store(stack, cache, 3, seed).num_blocks == 3
             assert sources(stack, 3, seed) == {"cpu"}
         assert time.monotonic() - begun < WAIT_S / 2
-        counts = stack.behind
-        assert counts.under_way == 6  # two stores: half of the memory
-        assert counts.refused == 36 - 6
+        wait_until(lambda: stack.behind.refused == 36 - 6, "what became of the last store")
+        assert stack.behind.under_way == 6  # two stores: half of the memory
         assert memory.usage().groups[0].pinned.blocks == 6
         assert not stack.drain(time.monotonic() + 0.01)
         go.set()

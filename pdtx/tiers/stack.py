@@ -104,16 +104,28 @@ class TierStack(Tier):
         self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
     ) -> "Future[Moved]":
         """Take copies of blocks into memory, see Tier; the result tells of that alone, and not of what is below."""
-        future = self._memory.store(keys, source, places, fence)
-        if self._behind is not None and self._write == "through":
-            future.add_done_callback(partial(self._stored, self._behind, keys, places))
+        behind = self._behind if self._write == "through" else None
+        if behind is None:
+            return self._memory.store(keys, source, places, fence)
+        behind.announce()
+        try:
+            future = self._memory.store(keys, source, places, fence)
+        except BaseException:
+            behind.withdraw()
+            raise
+        future.add_done_callback(partial(self._stored, behind, keys, places))
         return future
 
     def _stored(self, behind: WriteBehind, keys: PrefixKeys, places: Sequence[Int64s], future: "Future[Moved]") -> None:
-        if future.cancelled() or future.exception() is not None:
-            return
+        try:
+            if not future.cancelled() and future.exception() is None:
+                self._keep_below(behind, keys, places, future.result())
+        finally:
+            behind.withdraw()
+
+    def _keep_below(self, behind: WriteBehind, keys: PrefixKeys, places: Sequence[Int64s], moved: Moved) -> None:
         failed: dict[str, list[int]] = {}
-        for each in future.result().failed:
+        for each in moved.failed:
             failed.setdefault(each.group, []).append(each.place)
         names = [group.name for group in self._memory.cache.groups]
         # Those that were here already, too: they may have been refused the last time.

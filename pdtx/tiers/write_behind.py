@@ -49,12 +49,24 @@ class WriteBehind:
         self._most = [max(1, group.capacity.blocks // _SHARE) for group in memory.usage().groups]
         self._waiting = [0] * len(self._most)
         self._behind, self._changed = Behind(), threading.Condition()
+        self._announced = 0  # stores into the memory that have yet to keep() their blocks
 
     @property
     def counts(self) -> Behind:
         """Return a copy of the counters."""
         with self._changed:
             return replace(self._behind, written=replace(self._behind.written))
+
+    def announce(self) -> None:
+        """Expect a store into the memory to keep() blocks, until withdraw(): its result may be seen before it does."""
+        with self._changed:
+            self._announced += 1
+
+    def withdraw(self) -> None:
+        """Expect no more of an announced store: what it had to keep() is under way, or there is nothing."""
+        with self._changed:
+            self._announced -= 1
+            self._changed.notify_all()
 
     def keep(self, keys: PrefixKeys, places: Sequence[Int64s]) -> None:
         """Begin to write blocks that the memory has; they are pinned there until it is done."""
@@ -143,5 +155,9 @@ class WriteBehind:
 
     def drain(self, deadline: float) -> bool:
         """Wait until nothing is on its way down, to a deadline in time.monotonic(). Returns whether that is so."""
+
+        def drained() -> bool:
+            return not self._behind.under_way and not self._announced
+
         with self._changed:
-            return self._changed.wait_for(lambda: not self._behind.under_way, max(0.0, deadline - time.monotonic()))
+            return self._changed.wait_for(drained, max(0.0, deadline - time.monotonic()))
