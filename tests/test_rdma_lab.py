@@ -1,5 +1,6 @@
 """deploy/rdma-lab/run with a QEMU that only seems to be one: arguments, exit statuses, and that nothing is left."""
 
+import fcntl
 import gzip
 import importlib
 import os
@@ -8,11 +9,13 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -251,6 +254,51 @@ def test_a_lab_that_is_killed_takes_its_machines_along(fake: Fake) -> None:
     fake.qemu(SAYS.format(status=0))
     assert fake.run("--single", "--", "true")[0] == 0
     assert not left.exists(), "the next run removes what a killed one has left"
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(_LAB))
+    return importlib.import_module("rdma_lab.folder")
+
+
+@pytest.mark.parametrize("after", ["mkdtemp", "open"])
+def test_a_folder_that_another_run_sweeps_before_it_is_locked_is_made_again(
+    folders: ModuleType, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, locked, swept = tempfile.mkdtemp, fcntl.flock, list[Path]()
+
+    def sweep() -> None:
+        if not swept:
+            swept.extend(Path("/tmp").glob("pdtx-rdma-lab-*"))
+            folders.sweep(Path("/tmp"))
+
+    def made_and_swept(prefix: str, dir: Path) -> str:  # noqa: A002
+        name = made(prefix=prefix, dir=dir)
+        if after == "mkdtemp":
+            sweep()
+        return name
+
+    def swept_and_locked(lock: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            sweep()
+        locked(lock, how)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_swept)
+    monkeypatch.setattr(fcntl, "flock", swept_and_locked)
+    with folders.run_folder() as folder:
+        assert folder.is_dir()
+        folders.sweep(folder.parent)
+        assert folder.is_dir(), "the lock keeps it"
+    assert swept
+    assert not folder.exists()
+
+
+def test_a_folder_of_a_run_that_was_killed_at_its_very_start_is_swept(folders: ModuleType, tmp_path: Path) -> None:
+    left = tmp_path / "pdtx-rdma-lab-left"
+    left.mkdir()
+    folders.sweep(tmp_path)
+    assert not left.exists()
 
 
 def _of_the_lab() -> list[str]:
