@@ -1,7 +1,5 @@
 """`pdtx-decode`: receive K/V from prefill nodes and generate from them."""
 
-import signal
-import threading
 from contextlib import ExitStack
 from json import dumps
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +22,7 @@ from pdtx.cli.common import (
 )
 from pdtx.cli.metrics import open_metrics
 from pdtx.cli.movers import open_mover, read_costs, shares_memory
+from pdtx.cli.termination import Termination
 from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.errors import InputError
 from pdtx.layout import AXIS_NAMES, KVCacheLayout, parse_layouts
@@ -131,8 +130,7 @@ def decode(
     require_protection(host, security)
     if advertise is None and host in WILDCARDS:
         raise InputError(f"{listen} is every address of this host; give --advertise HOST, or --listen at one address")
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = Termination()
 
     from decode_node.watching import Watch
     from pdtx.engine import KVConsumer
@@ -191,7 +189,7 @@ def decode(
 def _loop(
     runner: "ModelRunner | SyntheticModel",
     consumer: "KVConsumer",
-    stop: threading.Event,
+    stop: Termination,
     limit: int | None,
     watch: "Watch",
     decode_rate: float,

@@ -1,13 +1,13 @@
 """The decode loop: takes requests whose K/V have arrived, verifies them, and generates for all of them in turns."""
 
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import PdtxError, TransferError
@@ -31,6 +31,13 @@ class Active:
     due: float = 0.0
 
 
+class Stop(Protocol):
+    """What ends a loop, such as a threading.Event."""
+
+    def is_set(self) -> bool:
+        """Whether the loop is to end."""
+
+
 def _nobody(_: InboundRequest) -> None:
     """Take note of nothing."""
 
@@ -41,7 +48,7 @@ class DecodeLoop(ABC):
     def __init__(
         self,
         consumer: KVConsumer,
-        stop: threading.Event,
+        stop: Stop,
         limit: int | None,
         on_finish: Callable[[InboundRequest], None] = _nobody,
     ) -> None:
@@ -147,7 +154,7 @@ class ModelLoop(DecodeLoop):
         self,
         runner: ModelRunner,
         consumer: KVConsumer,
-        stop: threading.Event,
+        stop: Stop,
         limit: int | None,
         on_finish: Callable[[InboundRequest], None] = _nobody,
     ) -> None:

@@ -1,10 +1,9 @@
 """Decoding without a model: what has arrived is compared with what its tokens say, and kept for as long as asked."""
 
-import threading
 import time
 from collections.abc import Callable
 
-from decode_node.loop import Active, DecodeLoop
+from decode_node.loop import Active, DecodeLoop, Stop
 from pdtx.cache.verify import Verification
 from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import VerificationError
@@ -23,7 +22,7 @@ class SyntheticLoop(DecodeLoop):
     def __init__(
         self,
         consumer: KVConsumer,
-        stop: threading.Event,
+        stop: Stop,
         limit: int | None,
         on_finish: Callable[[InboundRequest], None],
         tokens_per_s: float,

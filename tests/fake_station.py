@@ -1,6 +1,5 @@
 """A station that moves nothing and says it has, and an agent with one: python -m tests.fake_station ROLE."""
 
-import signal
 import sys
 import threading
 import time
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pdtx.bench.agent import Agent
 from pdtx.bench.work import LinkChecked, LinkMoved, Prepared, Role, StationWork
+from pdtx.cli.termination import Termination
 from pdtx.errors import TransferAborted
 from pdtx.results.model import Registration, Transfer
 from pdtx.sidechannel import Security
@@ -109,8 +109,7 @@ def main() -> None:
     """Serve until the parent ends us; say the address first. Moves take as many seconds as the second argument says."""
     role: Role = "prefill" if sys.argv[1] == "prefill" else "decode"
     station = FakeStation(move_s=float(sys.argv[2]))
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = Termination()
     with Agent(station, role, "127.0.0.1:0", security=Security(), max_bytes=MAX_BYTES) as agent:
         sys.stdout.write(agent.address + "\n")
         sys.stdout.flush()

@@ -1,7 +1,5 @@
 """What `pdtx-prefill --bench` and `pdtx-decode --bench` do: serve an agent until they are told to stop."""
 
-import signal
-import threading
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdtx.cli.common import emit, note, open_security
+from pdtx.cli.termination import Termination
 from pdtx.errors import InputError
 from pdtx.units import parse_bytes
 
@@ -62,8 +61,7 @@ def serve_agent(
     """
     security = open_security(key, peer_key, insecure=insecure)
     # Set before the slow imports: whoever has started us may end us at any time.
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = Termination()
 
     from pdtx.bench.agent import Agent, data_host, default_max_bytes
     from pdtx.bench.station import Station
