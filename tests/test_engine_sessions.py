@@ -16,7 +16,7 @@ from pdtx.errors import (
     TransferAborted,
     TransferRefused,
 )
-from pdtx.protocol import Bye, Complete, Hello
+from pdtx.protocol import Bye, Complete, Hello, Message, TransferRequest
 from pdtx.testing.pair import Leaks
 from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
 from tests.engine_pair import (
@@ -25,6 +25,7 @@ from tests.engine_pair import (
     PATIENCE_S,
     Pair,
     WrappedMover,
+    all_free,
     begin,
     describe,
     make_cache,
@@ -335,6 +336,26 @@ def test_a_request_whose_deadline_is_noticed_before_its_transfers_is_one_cut_off
         timers.after(0.2, cut_off)
         serve(pair)
         assert len(connections) == 2
+
+
+def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a signal raises, the node's main thread may be anywhere in begin()."""
+
+    with Pair() as pair:
+        send = pair.producer._send
+
+        def interrupted(message: Message) -> None:
+            if isinstance(message, TransferRequest):
+                raise KeyboardInterrupt
+            send(message)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pair.producer, "_send", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                begin(pair.producer, 20)
+        assert all_free(pair.producer.allocator)
+        serve(pair, "r")
+        pair.producer.close()
 
 
 def test_pieces_that_come_after_the_end_cost_no_blocks() -> None:

@@ -27,6 +27,7 @@ from pdtx.errors import (
     PeerLost,
     PeerSilent,
     ProtocolError,
+    TransferAborted,
     TransferError,
     VerificationError,
 )
@@ -219,7 +220,9 @@ class KVProducer:
                 self._ensure_session(request.deadline)
                 self._ask(request, max_tokens, ignore_eos=ignore_eos)
         except BaseException:
-            if request.error is None:
+            if self.find(request_id) is request:  # a signal's handler has raised, after it was asked for
+                self.fail(request, TransferAborted("it was interrupted while it was begun"))
+            elif request.error is None:
                 self.allocator.free(request.blocks)
             raise
         return request
