@@ -3,74 +3,21 @@
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pdtx.cli.prompts import read_prompts
 from pdtx.errors import InputError
+from tests.node_process import NodeProcess, Outcome, run
 from tests.tiny_models import tiny_checkpoint
 
 # Lengths at the edges of blocks of 16 and 32 tokens.
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63)
 pytestmark = pytest.mark.timeout(240)
-
-
-@dataclass
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def requests(self) -> dict[str, dict[str, Any]]:
-        return {row["request_id"]: row for row in json.loads(self.stdout)["requests"]}
-
-    @property
-    def error(self) -> str:
-        """The one line that begins with the program's name."""
-        lines = [line for line in self.stderr.splitlines() if re.match(r"pdtx[a-z-]*: error: ", line)]
-        assert len(lines) == 1, self.stderr
-        assert "Traceback" not in self.stderr
-        return lines[0]
-
-
-def run(module: str, *arguments: str | Path, timeout: float = 120) -> Outcome:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    return Outcome(done.returncode, done.stdout, done.stderr)
-
-
-class Decode:
-    """A decode node that serves until it is stopped."""
-
-    def __init__(self, log: Path, *arguments: str | Path) -> None:
-        self.log = log
-        with log.open("w") as stderr:
-            command = [sys.executable, "-m", "decode_node", "--listen", "127.0.0.1:0", "--json", *map(str, arguments)]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, log.read_text()
-        self.address = json.loads(line)["address"]
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(10)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +45,31 @@ WORK = ("--dtype", "float32", "--threads", "1", "--max-tokens", "8", "--ignore-e
 NODE = ("--dtype", "float32", "--threads", "1")
 
 
+def decode_node(folder: Path, *arguments: str | Path) -> NodeProcess:
+    """A decode node that serves until it is stopped."""
+    return NodeProcess(folder, "decode", "decode_node", "--listen", "127.0.0.1:0", "--json", *arguments)
+
+
 @pytest.fixture(scope="module")
-def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decode]:
+def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """One decode node for many tests: it must outlive whatever a prefill node does."""
-    node = Decode(tmp_path_factory.mktemp("decode") / "log", "--model", model, *NODE, "--verify", "--num-blocks", "24")
-    yield node
-    assert node.process.poll() is None, node.log.read_text()
-    assert node.stop() == 0
-    assert "Traceback" not in node.log.read_text()
+    folder = tmp_path_factory.mktemp("decode")
+    with decode_node(folder, "--model", model, *NODE, "--verify", "--num-blocks", "24") as node:
+        yield node
+        assert node.process.poll() is None, node.said
+        assert node.stop() == 0
+        assert "Traceback" not in node.said
 
 
 @pytest.fixture
-def prefill(model: Path, prompts: Path, decode: Decode) -> Callable[..., Outcome]:
+def prefill(model: Path, prompts: Path, decode: NodeProcess) -> Callable[..., Outcome]:
     def go(*arguments: str | Path) -> Outcome:
         given = [*arguments]
-        defaults = {"--model": model, "--prompts": prompts, "--connect": decode.address}
+        defaults: dict[str, str | Path] = {
+            "--model": model,
+            "--prompts": prompts,
+            "--connect": decode.wait_for_address(),
+        }
         if "--prompt" in given:
             del defaults["--prompts"]
         for flag, value in defaults.items():
@@ -260,47 +217,46 @@ def test_a_request_too_large_for_the_decode_pool_fails_alone(prefill: Callable[.
     assert "exceed the model's 256" in long["error"]
 
 
-def test_a_killed_prefill_node_leaves_the_decode_node_serving(
-    model: Path, decode: Decode, prefill: Callable[..., Outcome], alone: dict[str, list[int]], tmp_path: Path
-) -> None:
-    many = tmp_path / "many.jsonl"
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More prompts than are done before a test is."""
+    file = tmp_path_factory.mktemp("many") / "many.jsonl"
     lines = [{"id": f"k{i}", "token_ids": [(i + j) % 256 for j in range(200)]} for i in range(200)]
-    many.write_text("\n".join(map(json.dumps, lines)))
-    command = [sys.executable, "-m", "prefill_node", *WORK, "--model", model, "--connect", decode.address]
-    with subprocess.Popen([*map(str, command), "--prompts", str(many)], stderr=subprocess.PIPE, text=True) as victim:
-        assert victim.stderr is not None
-        while "connected" not in victim.stderr.readline():
-            assert victim.poll() is None
-        time.sleep(0.5)
-        victim.kill()
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def busy_prefill_node(folder: Path, model: Path, many: Path, decode: NodeProcess) -> NodeProcess:
+    common = (*WORK, "--model", model, "--connect", decode.wait_for_address(), "--prompts", many, "--json")
+    node = NodeProcess(folder, "prefill", "prefill_node", *common, "--log-level", "info")
+    node.wait_for(r"request k\d+ ended well", 60.0)
+    return node
+
+
+def test_a_killed_prefill_node_leaves_the_decode_node_serving(
+    model: Path,
+    many: Path,
+    decode: NodeProcess,
+    prefill: Callable[..., Outcome],
+    alone: dict[str, list[int]],
+    tmp_path: Path,
+) -> None:
+    with busy_prefill_node(tmp_path, model, many, decode):
+        pass
     assert_serves(prefill, alone)
 
 
-def test_a_killed_decode_node_ends_the_prefill_node_at_once(model: Path, tmp_path: Path) -> None:
-    node = Decode(tmp_path / "log", "--model", model, *NODE)
-    try:
-        many = tmp_path / "many.jsonl"
-        lines = [{"id": f"k{i}", "token_ids": [(i + j) % 256 for j in range(200)]} for i in range(200)]
-        many.write_text("\n".join(map(json.dumps, lines)))
-        command = [sys.executable, "-m", "prefill_node", *WORK, "--model", model, "--connect", node.address, "--json"]
-        with subprocess.Popen(
-            [*map(str, command), "--prompts", str(many)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as survivor:
-            assert survivor.stderr is not None
-            while "connected" not in survivor.stderr.readline():
-                assert survivor.poll() is None
-            time.sleep(0.5)
+def test_a_killed_decode_node_ends_the_prefill_node_at_once(model: Path, many: Path, tmp_path: Path) -> None:
+    with decode_node(tmp_path, "--model", model, *NODE) as node:
+        with busy_prefill_node(tmp_path, model, many, node) as survivor:
             node.process.kill()
             began = time.monotonic()
-            stdout, stderr = survivor.communicate(timeout=60)
+            assert survivor.wait(60.0) == 1
             assert time.monotonic() - began < 10
-        assert survivor.returncode == 1
-        assert "Traceback" not in stderr
-        errors = [row["error"] for row in json.loads(stdout)["requests"] if row["error"]]
+        assert "Traceback" not in survivor.said
+        errors = [row["error"] for row in json.loads(survivor.printed)["requests"] if row["error"]]
         assert errors
         assert any("lost" in error for error in errors)
-    finally:
-        node.stop()
 
 
 def test_a_taken_port_is_one_line(model: Path) -> None:
@@ -326,14 +282,12 @@ def test_curve_keys_work_and_are_needed(
     for name in ("prefill", "decode", "stranger"):
         assert run("pdtx", "keygen", name, "-d", tmp_path).code == 0
     assert os.stat(tmp_path / "decode.key_secret").st_mode & 0o077 == 0
-    node = Decode(
-        tmp_path / "log", "--model", model, *NODE, "--verify",
-        "--key", tmp_path / "decode.key_secret", "--peer-key", tmp_path / "prefill.key",
-    )  # fmt: skip
-    try:
-        common: list[str | Path] = ["--model", model, *WORK, "--connect", node.address, "--prompts", prompts, "--json"]
+    keys = ("--key", tmp_path / "decode.key_secret", "--peer-key", tmp_path / "prefill.key")
+    with decode_node(tmp_path, "--model", model, *NODE, "--verify", *keys) as node:
+        address = node.wait_for_address()
+        common = ("--model", model, *WORK, "--connect", address, "--prompts", prompts, "--json")
         for own in ("stranger", "prefill"):
-            keys: list[str | Path] = ["--key", tmp_path / f"{own}.key_secret", "--peer-key", tmp_path / "decode.key"]
+            keys = ("--key", tmp_path / f"{own}.key_secret", "--peer-key", tmp_path / "decode.key")
             done = run("prefill_node", *common, *keys)
             assert done.code == (0 if own == "prefill" else 1), done.stderr
         assert {name: row["token_ids"] for name, row in done.requests.items()} == alone
@@ -341,6 +295,5 @@ def test_curve_keys_work_and_are_needed(
         assert bare.code == 1
         assert bare.error
         secret = (tmp_path / "decode.key_secret").read_text().split("secret-key = ")[1].strip().strip('"')
-        assert secret not in node.log.read_text()
-    finally:
+        assert secret not in node.said
         assert node.stop() == 0

@@ -1,10 +1,7 @@
 """A process with the listening side of a UCX link, and what tests of UCX have in common."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +22,7 @@ from pdtx.transports.ucx.fabric import UcxFabric
 from pdtx.transports.ucx.library import nixl_path
 from pdtx.transports.ucx.link import Remote
 from pdtx.transports.ucx.runtime import Runtime, make_runtime
+from tests.warm import WarmProcess
 
 REPOSITORY = Path(__file__).parent.parent
 TICK_S = 0.5
@@ -52,7 +50,7 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 class Peer:
     """The other process, as the test sees it. pipe carries commands; the link beside it carries bytes."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
+    def __init__(self, process: WarmProcess, pipe: Connection) -> None:
         self.process, self.pipe = process, pipe
 
     def greet(self, greeting: bytes) -> bytes:
@@ -88,17 +86,11 @@ class Peer:
 def peer_process(**options: object) -> Iterator[Peer]:
     """Run serve() in a process of its own."""
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        command = [sys.executable, "-m", "tests.ucx_peer", str(theirs.fileno()), repr(options)]
-        process = subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()])
-        theirs.close()
-        with Connection(os.dup(ours.fileno())) as pipe:
-            try:
-                yield Peer(process, pipe)
-            finally:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait()
+    with ours:
+        with theirs:
+            process = WarmProcess(serve, theirs, options)
+        with process, Connection(os.dup(ours.fileno())) as pipe:
+            yield Peer(process, pipe)
 
 
 @contextmanager
@@ -149,8 +141,9 @@ def copied(source: torch.Tensor, target: torch.Tensor, runs: Runs) -> torch.Tens
     return result
 
 
-def serve(pipe: Connection, options: dict[str, Any]) -> None:
-    """Accept one link and do what the pipe says."""
+def serve(channel: socket.socket, options: dict[str, Any]) -> None:
+    """Accept one link and do what comes through the channel."""
+    pipe = Connection(channel.detach())
     fabric = UcxFabric(**options)
     link = fabric.link(pipe.fileno())
     greeting = pipe.recv()
@@ -176,8 +169,3 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
             pipe.send(time.process_time())
     link.close()
     fabric.close()
-
-
-if __name__ == "__main__":
-    with Connection(int(sys.argv[1])) as ours:
-        serve(ours, eval(sys.argv[2]))
