@@ -19,6 +19,7 @@ BUNDLED = "libucp-"
 """How the name of the UCX inside NIXL's wheel begins."""
 
 _settings = threading.Lock()
+_loading = threading.Lock()
 
 
 class Library:
@@ -76,9 +77,15 @@ class Library:
             yield
 
 
-@functools.cache
 def load() -> Library:
-    """Return NIXL. Raises InputError if it is not there."""
+    """Return NIXL, the same for all. Raises InputError if it is not there."""
+    # A cache alone lets two threads make one each, and UCX tells its protocols to one of them only.
+    with _loading:
+        return _load()
+
+
+@functools.cache
+def _load() -> Library:
     return Library()
 
 
