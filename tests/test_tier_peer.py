@@ -22,6 +22,7 @@ from pdtx.sidechannel import Security, generate_keys, load_public, load_secret
 from pdtx.tiers import PrefixKeys, Side, prefix_keys
 from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.geometry import tier_caches
+from pdtx.tiers.shelved import ShelfLease
 from pdtx.transports import Placement, Region, TransferKey, make_mover
 from tests.engine_pair import OPEN, PATIENCE_S, attention, join, latent, states, wait_until
 
@@ -239,6 +240,20 @@ def test_leases_end_and_are_not_read_after() -> None:
         assert moved.num_blocks == 0
         assert "was not found here, or too long ago" in moved.failed[0].reason
         lease.release()
+
+
+def test_blocks_count_as_lent_until_they_are_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, lent, release = caches("flashinfer_hnd", 32), list[int](), ShelfLease.release
+    with served(into=here) as one:
+
+        def count(lease: ShelfLease) -> None:
+            lent.append(one.server.num_lent)
+            release(lease)
+
+        monkeypatch.setattr(ShelfLease, "release", count)
+        one.peer.lookup(keys(), asked(here)).release()
+        wait_until(lambda: one.server.num_lent == 0, "the lease given back")
+        assert lent == [11]
 
 
 def test_blocks_that_are_read_outlast_their_lease() -> None:

@@ -140,9 +140,9 @@ class TierServer:
             lent.over = True
             if lent.readers:
                 return
+            lent.lease.release()  # before the entry goes, by which others see what is pinned
             for key in [key for key, each in self._lent.items() if each is lent]:
                 del self._lent[key]
-        lent.lease.release()
 
     def _reap(self) -> None:
         while not self._closing.wait(_LOOK_S):
