@@ -449,12 +449,27 @@ def test_fabric_that_is_closed() -> None:
             fabric.link(-1)
 
 
-def test_fabric_with_an_open_link_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """To destroy what a thread may be using would bring the process down."""
+def test_fabric_with_an_open_link_is_left_alone_until_that_is_closed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To destroy what a thread may be using would bring the process down; to keep it after that would be a leak."""
     usable_runtime("raw")
+    destroyed, destroy = list[int](), Ucp.destroy_context
+
+    def counted(self: Ucp, context: int) -> None:
+        destroyed.append(context)
+        destroy(self, context)
+
+    monkeypatch.setattr(Ucp, "destroy_context", counted)
     fabric = UcxFabric(runtime="raw")
-    link = fabric.link(-1)
+    context = fabric._engine.context.handle
+    links = [fabric.link(-1) for _ in range(2)]
     fabric.close()
     fabric.close()
-    assert "1 connections of UCX" in caplog.text
-    link.close()
+    assert "2 connections of UCX" in caplog.text
+    links[0].close()
+    assert destroyed == []
+    for _ in range(2):
+        links[1].close()
+        fabric.close()
+        assert destroyed == [context]

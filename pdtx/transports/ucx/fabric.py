@@ -63,6 +63,9 @@ class UcxFabric(Fabric[Remote]):
     def _forget(self, link: UcxLink) -> None:
         with self._lock:
             self._links.discard(link)
+            last = self._closed and not self._links
+        if last:
+            self._give_back()
 
     def _retire(self, link: UcxLink) -> None:
         """Forget a link whose worker will never be destroyed."""
@@ -79,8 +82,14 @@ class UcxFabric(Fabric[Remote]):
             open_links = len(self._links)
         if open_links:
             # To destroy what a thread may still be using would bring the process down.
-            logger.warning("%d connections of %s are still open: its memory stays registered", open_links, self)
-            return
+            logger.warning(
+                "%d connections of %s are still open: its memory stays registered till then", open_links, self
+            )
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Give back what the links had in common; the last of them is gone, and there will be no more."""
         if self._retired:
             logger.info("%d workers of peers that were cut off stay, and with them what %s holds", self._retired, self)
             return
