@@ -2,8 +2,11 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy_scene import DEPLOY, ROOT, run
+from tests.deploy_scene import DEPLOY, ROOT, processes_of, run
 
 _SLURM = all(
     shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") for tool in ("munged", "slurmctld", "slurmd", "srun")
@@ -132,3 +135,23 @@ class TestSlurm:
         assert {line.split(" ")[2] for line in lines} == {"127.0.0.1"}
         assert len({line.split(" ")[3] for line in lines}) == 1
         assert all(line.endswith("--tokens 512") and "--rendezvous --prefill-agents 1" in line for line in lines)
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            'exec srun --ntasks=1 bash -c "$0"',
+            "sbatch --output=/dev/null --wrap \"bash -c '$0'\"; sleep 60; :",
+        ],
+        ids=["srun", "sbatch"],
+    )
+    def test_a_signal_leaves_neither_the_command_nor_a_task(self, tmp_path: Path, command: str) -> None:
+        started = tmp_path / f"deploy-{uuid.uuid4().hex}"  # a mark, too: every process has it in its command line
+        task = f"touch {started}; sleep 60; :"
+        with subprocess.Popen([DEPLOY / "slurm" / "lab", "bash", "-c", command, task]) as lab:
+            limit = time.monotonic() + 60
+            while not started.exists():
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+            lab.terminate()
+            assert lab.wait(60) == 128 + signal.SIGTERM
+        assert processes_of(started.name) == []
