@@ -346,6 +346,19 @@ class TestEnds:
             assert run("--tokens", "16")[0] == 0
         assert len(list(Path("results").glob("bench-*.json"))) == 3
 
+    def test_a_file_that_another_run_has_made_meanwhile_is_kept(self, run: Run, fleet: FakeFleet) -> None:
+        named = Path("results/out.json")
+
+        def another(_: FakeFleet, result: CaseResult) -> None:
+            if not named.exists():
+                named.write_text("theirs")
+
+        fleet.during = another
+        code, _, err = run("--tokens", "16,32", "-o", str(named))
+        assert (code, named.read_text()) == (0, "theirs")
+        assert "result in results/out-2.json" in err
+        assert len(read_result_file(Path("results/out-2.json")).cases) == 2
+
     def test_a_case_that_fails_is_told_and_the_others_go_on(self, run: Run, fleet: FakeFleet) -> None:
         def fail(_: FakeFleet, result: CaseResult) -> None:
             if result.case.tokens == 16:

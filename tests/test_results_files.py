@@ -1,15 +1,16 @@
 """Result files: written whole, read strictly, old versions too."""
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from pdtx.errors import InputError
+from pdtx.results import CaseSummary, read_result_file, summarize, write_result_file, write_whole
 from pdtx.results import files as files_module
-from pdtx.results import read_result_file, summarize, write_result_file, write_whole
-from pdtx.results.model import Result
+from pdtx.results.model import CaseResult, Result
 from tests.synthetic_results import result_of, swept
 
 OLD = Path(__file__).parent / "data" / "results"
@@ -25,6 +26,10 @@ def changed(tmp_path: Path, result: Result, **fields: object) -> Path:
     path = tmp_path / "changed.json"
     path.write_text(json.dumps({**msgspec.to_builtins(result), **fields}))
     return path
+
+
+def _no_links(*_: object) -> None:
+    raise PermissionError("no hard links here")
 
 
 class TestWriting:
@@ -56,6 +61,26 @@ class TestWriting:
         assert path.read_text() == "precious"
         write_result_file(path, result, force=True)
         assert read_result_file(path) == result
+
+    @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+    def test_a_file_that_appears_while_another_is_written_is_kept(
+        self, tmp_path: Path, result: Result, monkeypatch: pytest.MonkeyPatch, links: bool
+    ) -> None:
+        path = tmp_path / "result.json"
+
+        def meanwhile(case: CaseResult) -> CaseSummary:
+            path.write_text("precious")
+            return summarize(case)
+
+        monkeypatch.setattr(files_module, "summarize", meanwhile)
+        if not links:
+            monkeypatch.setattr(os, "link", _no_links)
+        with pytest.raises(InputError, match="exists; give another name, or --force"):
+            write_result_file(path, result)
+        assert path.read_text() == "precious"
+        assert write_result_file(path, result, numbered=True) == tmp_path / "result-2.json"
+        assert read_result_file(tmp_path / "result-2.json") == result
+        assert {one.name for one in tmp_path.iterdir()} == {"result.json", "result-2.json"}
 
     def test_what_cannot_be_put_in_place_leaves_nothing_behind(self, tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()

@@ -18,7 +18,7 @@ from pdtx.cli.bench_rows import RowTable
 from pdtx.cli.bench_teller import Teller
 from pdtx.cli.common import emit, note
 from pdtx.errors import InputError, PdtxError, VerificationError
-from pdtx.results.files import write_result_file
+from pdtx.results.files import names_beside, write_result_file
 from pdtx.results.model import Case, CaseResult, NodeFacts, Result
 from pdtx.results.summary import summarize
 from pdtx.units import counted, format_bytes
@@ -71,7 +71,10 @@ class How:
 
 
 class Record:
-    """A run's result, and its file, which is whole at any time; there is none before anything was measured."""
+    """A run's result, and its file, which is whole at any time; there is none before anything was measured.
+
+    path: of the file; another name beside it if something is there by then, for what was measured must not be lost.
+    """
 
     def __init__(self, path: Path, result: Result, *, force: bool) -> None:
         """Look whether the file can be written. Raises InputError if not, or it exists and force does not say so."""
@@ -83,7 +86,7 @@ class Record:
             raise InputError(f"cannot make the folder {path.parent}: {error.strerror}") from None
         if not os.access(path.parent, os.W_OK):
             raise InputError(f"cannot write into {path.parent}; give another --output")
-        self.path, self.result = path, result
+        self.path, self.result, self._force = path, result, force
         self._began = self._written = time.monotonic()
         self._took = 0.0
 
@@ -104,7 +107,8 @@ class Record:
             return
         began = time.monotonic()
         self.result.seconds = began - self._began
-        write_result_file(self.path, self.result, force=True)
+        self.path = write_result_file(self.path, self.result, force=self._force, numbered=True)
+        self._force = True  # what is there now is ours
         self._written = time.monotonic()
         self._took = self._written - began
 
@@ -192,9 +196,8 @@ def _path(given: Path | None) -> Path:
     """Return where the result goes; unless somebody says, where nothing is yet."""
     if given is not None:
         return given
-    stem = f"results/bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    names = (Path(f"{stem}{suffix}.json") for suffix in ("", *(f"-{number}" for number in range(2, 100))))
-    return next(path for path in names if not path.exists())
+    path = Path(f"results/bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
+    return next(name for name in names_beside(path) if not name.exists())
 
 
 def measure_all(

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pdtx.text import printable
 
 MOST_BYTES = 1 << 30
 """More is no result: it would be a million iterations and more."""
+_MOST_NAMES = 99
 _OTHERS = {
     "pdtx-replay": "pdtx replay has written it and tells its figures itself; for the file see docs/replay.md",
 }
@@ -32,23 +34,36 @@ class _Head(msgspec.Struct):
     requests: list[Any] | None = None
 
 
-def write_result_file(path: Path, result: Result, *, force: bool = False) -> None:
-    """Write a result, and the figures that follow from it.
+def write_result_file(path: Path, result: Result, *, force: bool = False, numbered: bool = False) -> Path:
+    """Write a result, and the figures that follow from it; return where.
 
-    Raises InputError for a path that exists, unless force says so, or cannot be written.
+    numbered: whether a path that exists makes the next free name be taken, unless force says that it is overwritten.
+    Raises InputError for a path that exists, unless one of the two says so, or cannot be written.
     """
-    if not force and path.exists():
-        raise InputError(f"{path} exists; give another name, or --force to overwrite it")
     cases = [
         case if case.skipped is not None else msgspec.structs.replace(case, figures=summarize(case).as_json())
         for case in result.cases
     ]
     written = msgspec.structs.replace(result, format=RESULT_FORMAT, version=RESULT_VERSION, cases=cases)
-    write_whole(path, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")
+    content = msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
+    for name in names_beside(path) if numbered else (path,):
+        if write_whole(name, content, force=force):
+            return name
+    raise InputError(f"{path} exists; give another name, or --force to overwrite it")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all. Raises InputError where that is impossible."""
+def names_beside(path: Path) -> Iterator[Path]:
+    """Yield a path, and then NAME-2 and so on with its suffix."""
+    yield path
+    for number in range(2, _MOST_NAMES + 1):
+        yield path.with_stem(f"{path.stem}-{number}")
+
+
+def write_whole(path: Path, content: bytes, *, force: bool = True) -> bool:
+    """Write a file so that it is there whole or not at all; whether it was written.
+
+    force: whether over what is there. Raises InputError where writing is impossible.
+    """
     made = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +71,28 @@ def write_whole(path: Path, content: bytes) -> None:
             made = file.name
             file.write(content)
         os.chmod(made, 0o644)
-        os.replace(made, path)
-        made = None
+        return _put(made, path, force=force)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
     finally:
         if made is not None:
             Path(made).unlink(missing_ok=True)
+
+
+def _put(made: str, path: Path, *, force: bool) -> bool:
+    """Give what was made the name path; whether it has it: not where something is and force does not say so."""
+    if not force:
+        try:
+            os.link(made, path)  # which never overwrites
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links: look, then write, is all that can be had
+            if path.exists():
+                return False
+        else:
+            return True
+    os.replace(made, path)
+    return True
 
 
 def read_result_file(path: Path) -> Result:
