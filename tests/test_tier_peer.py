@@ -1,11 +1,13 @@
 """A tier served to another node: what may be read, what may not, and what becomes of it when a side goes away."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,8 @@ import pytest
 import torch
 
 from pdtx.cache import KVCaches, PagedBuffer
-from pdtx.engine import PeerTier, TierServer, describe_cache
-from pdtx.errors import IncompatiblePeer, PdtxError, PeerError, TierError, TransferRefused
+from pdtx.engine import PeerTier, TierServer, describe_cache, peer_tier
+from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerError, TierError, TransferRefused
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan import Runs
 from pdtx.plan.runs import Int64s
@@ -254,6 +256,25 @@ def test_blocks_count_as_lent_until_they_are_unpinned(monkeypatch: pytest.Monkey
         one.peer.lookup(keys(), asked(here)).release()
         wait_until(lambda: one.server.num_lent == 0, "the lease given back")
         assert lent == [11]
+
+
+class TooLate(queue.Queue[Any]):
+    """A queue whose item comes at the moment at which nobody waits any more."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ANN401 - as queue.Queue
+        super().get(block, timeout)
+        raise queue.Empty
+
+
+def test_an_answer_that_comes_with_its_timeout_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = caches("flashinfer_hnd", 32)
+    with served(into=here) as one:
+        one.peer.lookup(keys(), asked(here)).release()
+        wait_until(lambda: one.server.num_lent == 0, "the lease given back")
+        monkeypatch.setattr(peer_tier, "queue", SimpleNamespace(Queue=TooLate, Empty=queue.Empty))
+        with pytest.raises(DeadlineExceeded, match="blocks to be found"):
+            one.peer.lookup(keys(), asked(here))
+        wait_until(lambda: one.server.num_lent == 0, "the lease given back")
 
 
 def test_blocks_that_are_read_outlast_their_lease() -> None:

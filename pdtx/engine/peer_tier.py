@@ -209,6 +209,10 @@ class PeerTier(Tier):
             self._channel.send(ask)
             answer = waiting.get(timeout=self.answer_s)
         except queue.Empty:
+            with self._lock:
+                answered = self._answers.pop(request_id, None) is None
+            if answered:  # just now: what was found is pinned at the peer
+                self.done(request_id)
             raise DeadlineExceeded("blocks to be found", self.address, self.answer_s) from None
         finally:
             with self._lock:
