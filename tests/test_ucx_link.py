@@ -370,6 +370,30 @@ def test_interrupt_ends_a_wait_early(native: str, monkeypatch: pytest.MonkeyPatc
         assert time.monotonic() - begun > 0.4, "one interrupt ends one wait"
 
 
+def test_interrupt_does_not_wait_until_a_worker_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes as long as the kernel does, and whoever ends a connection interrupts it first."""
+    destroying, go = threading.Event(), threading.Event()
+    destroy = Ucp.destroy_worker
+
+    def slow(self: Ucp, worker: int) -> None:
+        destroying.set()
+        assert go.wait(20)
+        destroy(self, worker)
+
+    monkeypatch.setattr(Ucp, "destroy_worker", slow)
+    with lone_link() as link:
+        closing, interrupting = threading.Thread(target=link.close), threading.Thread(target=link.interrupt)
+        closing.start()
+        assert destroying.wait(20)
+        interrupting.start()
+        interrupting.join(10)
+        waited = interrupting.is_alive()
+        go.set()
+        for thread in (closing, interrupting):
+            thread.join()
+        assert not waited
+
+
 def test_link_that_is_closed_waits_for_its_descriptor_all_the_same() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, lone_link() as link:

@@ -82,7 +82,7 @@ class UcxLink(Link[Remote]):
         self._path: Path | None = None
         self._keys = list[int]()
         self._gone = False
-        self._lock = threading.Lock()  # over the worker's end, for interrupt()
+        self._lock = threading.Lock()  # over _gone: interrupt() signals a worker that is there
 
     # -- getting acquainted -------------------------------------------------------------------------------------------
 
@@ -232,5 +232,6 @@ class UcxLink(Link[Remote]):
         self._channel.close()
         with self._lock:
             self._gone = True
-            self._worker.close()
+        # Not under the lock: it takes as long as the kernel does, and nobody signals this worker any more.
+        self._worker.close()
         self._forget(self)
