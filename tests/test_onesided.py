@@ -115,12 +115,16 @@ def test_the_memory_stays_granted_while_a_late_transfer_may_still_write(monkeypa
     """A deadline passes while the engine writes: the consumer hears of the end only after the engine has stopped."""
     with MoverPair(PushingMover) as pair:
         connection = pair.connect()
-        go = threading.Event()
-        stopped = _slow_to_stop(_producer_link(pair), monkeypatch, lambda: go.wait(WAIT_S))
+        writing, go = threading.Event(), threading.Event()
+        link = _producer_link(pair)
+        stopped = _slow_to_stop(link, monkeypatch, lambda: go.wait(WAIT_S))
+        monkeypatch.setattr(link, "write", _after(writing.set, link.write))
         scene = Scene()
         plan = scene.plan()
         pair.grants.grant("session", scene.key(plan), scene.placement(plan))
-        handle = connection.put(scene.key(plan), scene.src.region, plan.flat, time.monotonic() + 1.0)
+        handle = connection.put(scene.key(plan), scene.src.region, plan.flat, time.monotonic() + 3 * WAIT_S)
+        assert writing.wait(WAIT_S)
+        handle.expire()  # as at its deadline, which cannot be told to come now
         with pytest.raises(DeadlineExceeded):
             handle.wait()
         time.sleep(0.3)  # for an end to be heard of that did not wait for the engine
@@ -355,13 +359,14 @@ def test_a_get_ends_only_when_its_region_is_left_alone(how: str, monkeypatch: py
         scene = Scene()
         plan = scene.plan()
         pair.grants.grant_get("session", scene.key(plan), Placement(scene.src.region, plan.flat.source()))
-        limit = time.monotonic() + (1.0 if how == "deadline" else 10)
-        handle = connection.get(scene.key(plan), scene.dst.region, plan.flat, limit)
-        assert reading.wait(5)
+        handle = connection.get(scene.key(plan), scene.dst.region, plan.flat, time.monotonic() + 3 * WAIT_S)
+        assert reading.wait(WAIT_S)
         if how == "close":
             connection.close()
+        else:
+            handle.expire()  # as at its deadline, which cannot be told to come now
         with pytest.raises(TransferError):
-            handle.wait(5)
+            handle.wait(WAIT_S)
         assert stopped
         assert handle.ended >= stopped[0]
 
