@@ -44,6 +44,9 @@ class Watch:
 
     def ended(self, ended: Ended) -> None:
         """Take note of a request at its end."""
+        # First, so that what a scrape tells of has been written down.
+        if self._recorder is not None:
+            self._recorder.record(ended)
         row, request = ended.row, ended.request
         if request is not None and self._tiers is not None:
             self._queries += row.prompt_tokens
@@ -53,8 +56,6 @@ class Watch:
             self._expired += request is not None and isinstance(request.error, DeadlineExceeded)
         elif self._metrics is not None:
             self._metrics.transferred(nbytes=row.nbytes, descriptors=row.num_runs, move_s=row.move_s, post_s=row.post_s)
-        if self._recorder is not None:
-            self._recorder.record(ended)
 
     def _counts(self) -> "NodeCounts":
         from pdtx.metrics import NodeCounts
