@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pdtx.engine import KVConsumer, KVProducer
+from pdtx.engine import KVConsumer, KVProducer, OutboundRequest
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -356,6 +356,43 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
         assert all_free(pair.producer.allocator)
         serve(pair, "r")
         pair.producer.close()
+
+
+def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer would take the request for one that lacks something, and tell nobody."""
+    completing, retired = threading.Event(), threading.Event()
+    retire = KVConsumer._retire
+
+    def tell(consumer: KVConsumer, peer: bytes) -> None:
+        retire(consumer, peer)
+        retired.set()
+
+    with Pair(make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20)) as pair:
+        send, begun = pair.producer._send, list[OutboundRequest]()
+
+        def slow(message: Message) -> None:
+            if isinstance(message, Complete) and not completing.is_set():
+                completing.set()
+                retired.wait(0.3)  # as long as the hello has to wait for this
+            send(message)
+
+        request = begin(pair.producer, 20)
+        ship(pair.producer, request, complete=False)
+        wait_until(lambda: request.grant is not None and request.unsent == 0, "all pieces")
+        monkeypatch.setattr(pair.producer, "_send", slow)
+        monkeypatch.setattr(KVConsumer, "_retire", tell)
+        completer = threading.Thread(target=pair.producer.computed, args=(request, 7))
+        beginner = threading.Thread(target=lambda: begun.append(begin(pair.producer, 20, "next")))
+        completer.start()
+        assert completing.wait(PATIENCE_S)
+        cut(pair)
+        beginner.start()
+        completer.join()
+        beginner.join()
+        pair.finish(pair.next_ready())
+        assert pair.producer.wait(request).text == "done"
+        ship(pair.producer, begun[0])
+        pair.finish(pair.next_ready())
 
 
 def test_pieces_that_come_after_the_end_cost_no_blocks() -> None:

@@ -161,10 +161,9 @@ class KVProducer:
         """
         begun, old = time.monotonic(), self._route
         logger.warning("cannot go on with %s as before: %s", self.peer, problem)
-        with self._changed:
-            cut = [request for request in self._requests.values() if not request.completed]
-        for request in cut:
-            self.fail(request, PeerLost(f"the data connection to {self.peer} ended: {problem}"))
+        with self._changed:  # or one of them could be completed before it fails
+            for request in [request for request in self._requests.values() if not request.completed]:
+                self.fail(request, PeerLost(f"the data connection to {self.peer} ended: {problem}"))
         if old is not None:
             old.connection.close()
         while True:
@@ -443,13 +442,13 @@ class KVProducer:
             if request.grant is None:  # all may be cached at the consumer, so that nothing waits for the grant
                 return
             request.completed = True
-        message = Complete(
-            request_id=request.request_id,
-            first_token=first_token,
-            num_tokens=request.num_tokens,
-            nbytes=request.nbytes,
-        )
-        self._send(message)
+            message = Complete(
+                request_id=request.request_id,
+                first_token=first_token,
+                num_tokens=request.num_tokens,
+                nbytes=request.nbytes,
+            )
+            self._send(message)  # under the lock, or the hello of another session could go before it
 
     def _give_back(self, request: OutboundRequest) -> None:
         """Return the blocks to the pool, once, when no transfer can read them any more; forget what has ended."""
