@@ -31,11 +31,12 @@ class Watch:
     def _counts(self) -> "NodeCounts":
         from pdtx.metrics import NodeCounts
 
+        # Parts before their wholes, which grow meanwhile, and grow first.
         return NodeCounts(
-            failed=self._consumer.num_failed,
             expired=self._consumer.num_expired,
-            cache_usage=self._usage(),
-            queries=self._queries,
+            failed=self._consumer.num_failed,
             hits=self._hits,
+            queries=self._queries,
+            cache_usage=self._usage(),
             tiers=tier_bytes(self._tiers),
         )
