@@ -69,7 +69,7 @@ def _read(counts: Counts, ends: Callable[[], None], step: int) -> tuple[NodeCoun
     """Read counts; before one of the steps of Python in that a request ends. Also whether there is such a step."""
     taken = 0
 
-    def trace(frame: FrameType, event: str, _argument: object) -> object:
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401
         nonlocal taken
         frame.f_trace_opcodes = True
         if event == "opcode":
