@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import time
 import uuid
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def scene(tmp_path: Path, mark: str) -> Path:
 
 def scratch(folder: Path) -> list[Path]:
     return list(folder.glob("pdtx-local.*"))
+
+
+def slow_way(folder: Path, does: str) -> dict[str, str]:
+    """Return an environment in which unshare does something first, where it is for the run and no trial."""
+    program = folder / "bin" / "unshare"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\n[ "${{settings+set}}" != set ] || {{ {does}; }}\nexec {shutil.which("unshare")} "$@"\n'
+    )
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
 
 
 class TestMeasures:
@@ -132,6 +145,22 @@ class TestTeardown:
             assert [list(folder.iterdir()) for folder in scratch(tmp_path)] == [[]]
             run([scene / "deploy/local/run", "--exec", "true"], TMPDIR=str(tmp_path))
         assert scratch(tmp_path) == []
+
+    def test_one_killed_before_it_has_its_namespaces_leaves_nothing(
+        self, scene: Path, tmp_path: Path, mark: str
+    ) -> None:
+        reached = tmp_path / "reached"
+        env = slow_way(tmp_path, f"touch {reached}; while kill -0 $PPID; do sleep 0.05; done 2>/dev/null")
+        words = [str(scene / "deploy/local/run"), "-o", str(tmp_path / "r.json"), "--wait"]
+        with subprocess.Popen(words, stderr=subprocess.DEVNULL, env=env) as process:
+            try:
+                until = time.monotonic() + 30
+                while not reached.exists():
+                    assert time.monotonic() < until
+                    time.sleep(0.02)
+            finally:
+                process.kill()
+        assert wait_until_gone(mark, 5) == []
 
     def test_an_agent_that_does_not_start_ends_the_run(self, scene: Path, tmp_path: Path, mark: str) -> None:
         (scene / ".venv/bin/pdtx-decode").write_text("#!/bin/sh\necho cannot >&2\nexit 3\n")
