@@ -162,6 +162,14 @@ class TestTeardown:
                 process.kill()
         assert wait_until_gone(mark, 5) == []
 
+    def test_one_whose_namespaces_fail_before_it_looks_fails(self, scene: Path, tmp_path: Path) -> None:
+        script = scene / "deploy/local/run"
+        text = script.read_text()
+        assert text.count("    code=0\n") == 1
+        script.write_text(text.replace("    code=0\n", '    tail --pid="$child" -s 0.05 -f /dev/null\n    code=0\n'))
+        env = slow_way(tmp_path, "exit 5")
+        assert run([script, "--exec", "true"], **env).returncode == 5
+
     def test_an_agent_that_does_not_start_ends_the_run(self, scene: Path, tmp_path: Path, mark: str) -> None:
         (scene / ".venv/bin/pdtx-decode").write_text("#!/bin/sh\necho cannot >&2\nexit 3\n")
         done = run([scene / "deploy/local/run", "-o", tmp_path / "r.json"], TMPDIR=str(tmp_path))
