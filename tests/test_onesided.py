@@ -417,6 +417,34 @@ def test_a_connection_says_that_it_has_ended_before_a_transfer_ends_by_it(monkey
             second.wait()
 
 
+def test_a_connection_says_that_it_has_ended_before_a_get_ends_that_was_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with MoverPair(PushingMover) as pair:
+        connection, scene, gate = pair.connect(), Scene(), Gate()
+
+        def read(*of: object) -> None:
+            gate.hold()
+            raise TransferAborted("stopped")
+
+        monkeypatch.setattr(_producer_link(pair), "read", read)
+        plan = scene.plan()
+        pair.grants.grant_get("session", scene.key(plan), Placement(scene.src.region, plan.flat.source()))
+        handle = connection.get(scene.key(plan), scene.dst.region, plan.flat, time.monotonic() + WAIT_S)
+        gate.wait_reached(WAIT_S)
+        seen, heard = list[PdtxError | None](), threading.Event()
+
+        def ask(_: TransferHandle) -> None:
+            seen.append(connection.ended)
+            heard.set()
+
+        handle.on_end(ask)
+        assert handle.expire()
+        gate.open()
+        assert heard.wait(WAIT_S)
+        assert seen[0] is not None
+
+
 # -- hostile peers -----------------------------------------------------------------------------------------------------
 
 

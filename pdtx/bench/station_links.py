@@ -1,5 +1,6 @@
 """The side of a link that posts: it plans the pieces of an iteration, gives them to the mover, and waits."""
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -94,6 +95,9 @@ class PostingLink:
         """End what is under way; what has broken is not used again."""
         self.stop("a transfer of an iteration has failed")
         self.connection.close()
+        for posted in self._under_way:
+            with contextlib.suppress(PdtxError):  # known; but a get may be writing a moment longer
+                posted.handle.wait()
 
     def _post_all(self, iteration: int, begun: float, deadline: float) -> tuple[float, float]:
         """Post all pieces; return the seconds of planning, and of posting."""

@@ -285,6 +285,8 @@ class TransferHandle:
             raise self._late()
         if not ended:
             self.expire()
+            with self._changed:  # a get ends after the step that is writing into its region
+                self._changed.wait_for(lambda: self._state.final)
         if self.error is not None:
             raise self.error
 
@@ -350,7 +352,10 @@ class Connection(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the connection; what has not ended becomes FAILED (moving) or ABORTED (not begun). Idempotent."""
+        """End the connection; what has not ended becomes FAILED (moving) or ABORTED (not begun). Idempotent.
+
+        A get into whose region an engine still writes ends as soon as that has stopped, which may be a little later.
+        """
 
 
 class Mover(ABC):

@@ -173,7 +173,7 @@ class OneSidedConnection(Connection):
 
     def close(self) -> None:
         """End the connection, see Connection."""
-        # In this order: the end of a get waits for the engine, which has to be told.
+        # In this order: _end() says why.
         self._end()
         self._outbox.close()
         self._crew.join()
@@ -310,13 +310,17 @@ class OneSidedConnection(Connection):
         except PdtxError as error:
             # Stopped because the connection ends: what ended it ends the transfer, too, and says more.
             if not self._book.closed:
-                # Before the transfer ends: whoever waits for that may try again at once, and not over this connection.
-                self._outbox.shut(lost_by(error, self._peer))
+                self._shut(error)
                 handle.finish(error)
             self._send_last(asked, End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
             raise
         handle.mark_sent()
         self._send_last(asked, End(asked.sequence, handle.nbytes, good_until=min(handle.deadline, _LATEST)))
+
+    def _shut(self, error: PdtxError) -> None:
+        """Say what ends the connection before a transfer ends by it: who waits for that may try again at once."""
+        if not self._book.closed:
+            self._outbox.shut(lost_by(error, self._peer))
 
     def _carry_out(self, asked: _Asked, go: Go, region: Region) -> None:
         """Move a transfer's bytes. Raises what ends the connection."""
@@ -335,7 +339,11 @@ class OneSidedConnection(Connection):
         progress = Progress(moved, stopped, Progress.tag_of(asked.sequence))
         if isinstance(handle, GetHandle):
             with handle.filling():
-                self._link.read(remote, region, pair_slices(there, job.slices), handle.deadline, progress)
+                try:
+                    self._link.read(remote, region, pair_slices(there, job.slices), handle.deadline, progress)
+                except PdtxError as error:
+                    self._shut(error)  # here: a get that has been given up ends on the way out
+                    raise
         elif not job.staged:
             self._link.write(region, remote, pair_slices(job.slices, there), handle.deadline, progress)
         else:
