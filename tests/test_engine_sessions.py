@@ -4,10 +4,12 @@ import logging
 import threading
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 
 from pdtx.engine import KVConsumer, KVProducer, OutboundRequest
+from pdtx.engine.handshake import make_hello
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -168,6 +170,27 @@ def test_a_lost_control_channel_is_dialled_again(mover: str) -> None:
             pair.producer.wait(request)
         serve(pair)
     leaks.require_none("a control channel that was dialled again")
+
+
+def test_a_control_channel_lost_while_a_new_session_is_made_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the old channel says last is not about the new one."""
+    with Pair() as pair:
+        producer, listener = pair.producer, pair.consumer._listener
+        (session,) = pair.consumer._sessions.values()
+
+        def make(*facts: Any) -> Hello:  # noqa: ANN401 - as make_hello
+            if producer._lost is None:
+                assert listener is not None
+                listener.send(session.peer, Bye(reason="nothing heard for 5 s"))
+                wait_until(lambda: producer._lost is not None, "the loss")
+            return make_hello(*facts)
+
+        monkeypatch.setattr("pdtx.engine.producer.make_hello", make)
+        cut(pair)
+        serve(pair)
+        made = session_of(pair)
+        serve(pair, "another")
+        assert session_of(pair) == made
 
 
 def test_another_consumer_at_the_address_is_greeted_as_such() -> None:

@@ -28,6 +28,11 @@ class ControlChannel:
         self._lost: PdtxError | None = None
         self._answer: queue.Queue[Welcome | TierWelcome | PdtxError] = queue.Queue()
 
+    @property
+    def lost(self) -> PdtxError | None:
+        """What ended the channel that was dialled last, if something has."""
+        return self._lost
+
     def greet(self, hello: Hello | TierHello, timeout_s: float) -> Welcome | TierWelcome:
         """Say hello, over a channel dialled anew if there is none or the last one was lost; return the answer.
 

@@ -168,8 +168,9 @@ class KVProducer:
             old.connection.close()
         while True:
             try:
-                self._lost = None
                 self._route = self._open(channel, min(_ATTEMPT_S, max(0.0, deadline - time.monotonic())))
+                with self._changed:
+                    self._lost = channel.lost  # whatever was said of an earlier channel, until it was dialled anew
                 break
             except (PeerSilent, PeerLost, DeadlineExceeded) as error:
                 # It may be slow, or stopped for a while.
