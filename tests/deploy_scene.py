@@ -12,11 +12,13 @@ DEPLOY = ROOT / "deploy"
 
 _AGENT = """#!{python}
 import json, signal, socket, sys, threading
+from pdtx.cli.processes import follow_parent
 assert open(sys.argv[sys.argv.index("--key") + 1]).read().strip(), "no secret key"
 assert open(sys.argv[sys.argv.index("--peer-key") + 1]).read().strip(), "no public key"
 host = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")[0]
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
+follow_parent()
 server = socket.create_server((host, 0))
 print(json.dumps({{"event": "listening", "address": f"{{host}}:{{server.getsockname()[1]}}"}}), flush=True)
 print("{mark}", file=sys.stderr, flush=True)

@@ -154,3 +154,34 @@ class TestTeardown:
             assert wait_until_gone(mark, 15) == []
         if sent != signal.SIGKILL:  # what nobody could take away is a folder that only its owner reads
             assert list(keys.iterdir()) == []
+
+
+@pytest.fixture
+def far_end(scene: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """An agent under way, as a host's sshd starts it; its stdin stays open."""
+    words = [str(scene / "deploy/ssh/agent"), "prefill", "127.0.0.1"]
+    pipe, env = subprocess.PIPE, {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env) as script:
+        assert script.stdin is not None
+        assert script.stdout is not None
+        script.stdin.write(2 * "c2VjcmV0\n")
+        script.stdin.flush()
+        assert "listening" in script.stdout.readline()
+        yield script
+        script.kill()
+
+
+class TestFarEnd:
+    def test_an_agent_ends_with_its_script(self, far_end: "subprocess.Popen[str]", mark: str) -> None:
+        far_end.kill()
+        far_end.wait(10)
+        assert far_end.stdin is not None
+        far_end.stdin.close()
+        assert wait_until_gone(mark, 10) == []
+
+    def test_nothing_waits_for_the_end_of_stdin_once_the_agent_has_ended(
+        self, far_end: "subprocess.Popen[str]", mark: str
+    ) -> None:
+        subprocess.run(["pkill", "-TERM", "-P", str(far_end.pid), "-f", "pdtx-prefill"], check=True)
+        assert far_end.wait(10) == 0
+        assert wait_until_gone(mark, 10) == []
