@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +16,13 @@ import torch
 
 from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.engine import PeerTier, TierServer, describe_cache, peer_tier
+from pdtx.engine.control import ControlChannel
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerError, TierError, TransferRefused
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan import Runs
 from pdtx.plan.runs import Int64s
-from pdtx.sidechannel import Security, generate_keys, load_public, load_secret
+from pdtx.sidechannel import Dialer, Security, generate_keys, load_public, load_secret
+from pdtx.testing.pair import Leaks
 from pdtx.tiers import PrefixKeys, Side, prefix_keys
 from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.geometry import tier_caches
@@ -256,6 +258,45 @@ def test_blocks_count_as_lent_until_they_are_unpinned(monkeypatch: pytest.Monkey
         one.peer.lookup(keys(), asked(here)).release()
         wait_until(lambda: one.server.num_lent == 0, "the lease given back")
         assert lent == [11]
+
+
+def test_closing_ends_a_session_that_is_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, dialling, closed, dial = (
+        caches("flashinfer_hnd", 32),
+        threading.Event(),
+        threading.Event(),
+        ControlChannel._dial,
+    )
+
+    def late(channel: ControlChannel, timeout_s: float) -> Dialer:
+        dialling.set()
+        closed.wait(0.3)  # as long as close() has to wait for this
+        return dial(channel, timeout_s)
+
+    with served(into=here) as one:
+        leaks = Leaks()
+        peer = PeerTier(
+            one.peer.address,
+            here,
+            describe(here),
+            make_mover("inproc"),
+            block_tokens=BLOCK,
+            security=OPEN,
+            answer_s=1.0,
+        )
+
+        def look_up() -> None:
+            with suppress(PdtxError):
+                peer.lookup(keys(), asked(here))
+
+        monkeypatch.setattr(ControlChannel, "_dial", late)
+        opener = threading.Thread(target=look_up)
+        opener.start()
+        assert dialling.wait(PATIENCE_S)
+        peer.close()
+        closed.set()
+        opener.join()
+        leaks.require_none("a peer's tier that was closed while its session was opened")
 
 
 class TooLate(queue.Queue[Any]):

@@ -182,11 +182,16 @@ class PeerTier(Tier):
     def close(self) -> None:
         """End the session; what is being loaded fails. Idempotent."""
         self._closed = True
+        self._leave()
+        with self._opening:  # which may have been going on, and has made another session
+            self._leave()
+        self.mover.close()
+
+    def _leave(self) -> None:
         self._channel.close()
         way, self._way = self._way, None
         if way is not None:
             way.connection.close()
-        self.mover.close()
 
     # -- the tier -----------------------------------------------------------------------------------------------------
 
