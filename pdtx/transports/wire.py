@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -194,20 +195,23 @@ class Wire:
 
         self._all(step, nbytes, select.POLLIN, phase, FOREVER, stall_s)
 
-    def send_descriptors(self, descriptors: Sequence[int]) -> None:
+    def send_descriptors(self, descriptors: Sequence[int], phase: str, deadline: float = FOREVER) -> None:
         """Send open files with one byte of the stream, over a socket within the host."""
-        try:
-            socket.send_fds(self._sock, [b"F"], list(descriptors))
-        except OSError as error:
-            raise PeerLost(f"connection to {self.peer} broke: {error.strerror or error}") from None
+        # Not by socket.send_fds(), nor received by recv_fds(): in Python 3.11 they drop their flags.
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
+        step = lambda: self._sock.sendmsg([b"F"], rights, socket.MSG_DONTWAIT)  # noqa: E731
+        self._all(step, 1, select.POLLOUT, phase, deadline, FOREVER)
 
     def receive_descriptors(self, count: int, phase: str, deadline: float = FOREVER) -> tuple[int, ...]:
         """Receive what send_descriptors() sends; the caller closes them. Raises also ProtocolError."""
-        received = list[int]()
+        received = array("i")
+        room = socket.CMSG_LEN(count * received.itemsize)
 
         def step() -> int:
-            data, found, _, _ = socket.recv_fds(self._sock, 1, count, socket.MSG_CMSG_CLOEXEC)
-            received.extend(found)
+            data, messages, _, _ = self._sock.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+            for level, kind, content in messages:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    received.frombytes(content)
             return self._some(len(data))
 
         self._all(step, 1, select.POLLIN, phase, deadline, FOREVER)

@@ -134,7 +134,7 @@ class ControlStream:
         with self._sending:
             self.wire.send(len(data).to_bytes(_LENGTH_BYTES, "big") + data, "room to send a message", deadline)
             if descriptors:
-                self.wire.send_descriptors(descriptors)
+                self.wire.send_descriptors(descriptors, "room to send descriptors", deadline)
 
     def receive(self, deadline: float = FOREVER) -> Message:
         """Receive a message, once it has begun to come. Raises PeerLost, ProtocolError or DeadlineExceeded."""
