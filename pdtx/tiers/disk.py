@@ -202,8 +202,9 @@ class DiskTier(ShelvedTier):
                 "%s: group %s block %d: %s", self._files.root, shelf.name, places[at], failed[places[at]].reason
             )
             # First the file: once the entry is forgotten, another store may make the file anew.
-            self._remove(shelf.name, wanted.keys.digests[places[at]])
-            shelf.forget(wanted.held[at : at + 1])
+            if shelf.is_ready(int(wanted.held[at])):
+                self._remove(shelf.name, wanted.keys.digests[places[at]])
+                shelf.forget(wanted.held[at : at + 1])
         # What a copy that failed has left where it should have gone.
         torn = np.isin(places, [place for place in failed if place not in bad])
         into.cache.poison(wanted.group, wanted.rows[torn].reshape(-1))

@@ -220,6 +220,11 @@ class Shelf:
             self._free = [block for block in self._free if block not in taken]
             self._policy.admit(digests, len(digests), lambda _: True)
 
+    def is_ready(self, block: int) -> bool:
+        """Whether a block has an entry that can be found."""
+        with self._lock:
+            return bool(self._state[block] == _READY)
+
     def forget(self, blocks: Int64s) -> None:
         """Drop ready entries, because what they hold is of no use; what is pinned keeps its block until it is not."""
         with self._lock:
