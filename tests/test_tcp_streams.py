@@ -23,7 +23,8 @@ from pdtx.transports.listener import HANDSHAKE_S
 from pdtx.transports.tcp import TcpMover
 from pdtx.transports.tcp_frames import Header, Kind
 from pdtx.transports.tcp_producer import TcpConnection
-from pdtx.transports.tcp_streams import MAX_STREAMS, PART_BYTES, READY, Join, cut
+from pdtx.transports.tcp_streams import MAX_STREAMS, PART_BYTES, READY, Gathering, Group, Join, Lanes, cut
+from pdtx.transports.wire import Wire
 from tests.tcp_clients import inbound_threads, stream_client, wait_until
 
 KEY = TransferKey("request", 0, 1, 0, 16)
@@ -155,15 +156,46 @@ def test_a_malformed_name_of_a_stream(frame: bytes) -> None:
         require_works(pair, pair.connect())
 
 
-def test_a_consumer_closes_while_streams_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "_JOIN_S", 2 * HANDSHAKE_S)
+def close_while_a_stream_is_missing(entered: threading.Event) -> None:
+    """entered: set once the stream that has come waits for the other one, or is held shortly before that."""
     with MoverPair(TcpMover) as pair, stream_client(pair, Join(ID, 0, 2).pack()) as sock:
-        wait_until("the stream is there", lambda: inbound_threads() == 1)
+        assert entered.wait(5)
         begun = time.monotonic()
         pair.consumer.close()
         assert time.monotonic() - begun < HANDSHAKE_S - 1, "it waited until the streams' time was over"
         require_shut(sock)
         assert inbound_threads() == 0
+
+
+def test_a_consumer_closes_while_a_stream_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_JOIN_S", 2 * HANDSHAKE_S)
+    entered, wait = threading.Event(), Group.wait
+
+    def noting(group: Group, peer: str, deadline: float) -> Lanes:
+        entered.set()
+        return wait(group, peer, deadline)
+
+    monkeypatch.setattr(Group, "wait", noting)
+    close_while_a_stream_is_missing(entered)
+
+
+def test_a_consumer_closes_before_a_stream_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_JOIN_S", 2 * HANDSHAKE_S)
+    reached, stopped = threading.Event(), threading.Event()
+    enter, stop = Gathering.enter, consumer_module.Inbound.stop
+
+    def held(gathering: Gathering, session_id: str, join: Join, wire: Wire) -> Group:
+        reached.set()
+        assert stopped.wait(5)
+        return enter(gathering, session_id, join, wire)
+
+    def noting(inbound: consumer_module.Inbound, reason: str) -> None:
+        stop(inbound, reason)
+        stopped.set()
+
+    monkeypatch.setattr(Gathering, "enter", held)
+    monkeypatch.setattr(consumer_module.Inbound, "stop", noting)
+    close_while_a_stream_is_missing(reached)
 
 
 def test_connect_fails_in_time_when_a_stream_gets_lost(monkeypatch: pytest.MonkeyPatch) -> None:
