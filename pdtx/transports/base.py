@@ -155,7 +155,10 @@ class Receiver(Protocol):
         """
 
     def offered(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
-        """Learn that a payload has been taken (error is None), or stopped; called once for each offer()."""
+        """Learn that a payload has been taken (error is None), or stopped; called once for each offer().
+
+        With an error it may have been taken all the same: the peer could not say so, since it closed at once.
+        """
 
     def notified(self, session_id: str, data: bytes) -> None:
         """Learn of a peer's notice: all that it put on this connection before has been placed, or has failed."""
