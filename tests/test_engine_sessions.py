@@ -158,6 +158,26 @@ def test_a_payload_is_not_placed_twice_while_the_first_is_written() -> None:
         pair.finish(pair.next_ready())
 
 
+def test_a_payloads_end_counts_once_also_when_it_is_told_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        receiver, request = pair.consumer.receiver, begin(pair.producer, 20)
+        received = pair.received("r")
+        wait_until(lambda: request.grant is not None, "a grant")
+        told, unplace = (received.session.session_id, TransferKey("r", 0, 1, 0, 20)), receiver._unplace
+        receiver.place(*told)
+
+        def tell_again(*call: Any) -> Any:  # noqa: ANN401 - as _unplace
+            monkeypatch.undo()
+            receiver.placed(*told, 7, None)
+            return unplace(*call)
+
+        monkeypatch.setattr(receiver, "_unplace", tell_again)
+        receiver.placed(*told, 7, None)
+        assert received.received_bytes == 7
+        assert pair.consumer.duplicate_notices == 1
+        pair.producer.fail(request, TransferAborted("enough"))
+
+
 @pytest.mark.parametrize("mover", ["inproc", "tcp"])
 def test_a_lost_control_channel_is_dialled_again(mover: str) -> None:
     leaks = Leaks()

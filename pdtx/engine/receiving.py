@@ -82,26 +82,25 @@ class PayloadReceiver:
         try:
             plan = match.plan(match.moves[move], source, here, layers, positions, merge=False, plans=self._plans)
         except BaseException:
-            self._unplace(session_id, key)
+            with self._lock:
+                del self._placing[session_id, key]
+            self._unplace(request)
             raise
         slices = plan.destination()
         with self._lock:
             request.received_runs += len(slices)
         return Placement(self._regions[match.index][key.dst_rank], slices, request.deadline)
 
-    def _unplace(self, session_id: str, key: TransferKey) -> InboundRequest:
-        """Note that nothing writes for key any more; the request may have ended meanwhile."""
-        with self._lock:
-            request = self._placing.pop((session_id, key))
+    def _unplace(self, request: InboundRequest) -> None:
+        """Give back the hold of a payload that nothing writes any more; the request may have ended meanwhile."""
         if request.blocks is not None:
             self._allocator.unhold(request.blocks)
             self._requests.grant_queued()
-        return request
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         """Account for a payload that has arrived, or stopped. To be told so again changes nothing."""
         with self._lock:
-            request = self._placing.get((session_id, key))
+            request = self._placing.pop((session_id, key), None)
             if request is None:
                 self._requests.duplicate_notices += 1
                 logger.warning("the mover told the end of %s again", key)
@@ -109,7 +108,7 @@ class PayloadReceiver:
             if error is None:
                 request.arrivals.arrive(key, nbytes)
                 request.received_bytes += nbytes
-        self._unplace(session_id, key)
+        self._unplace(request)
         if error is not None:
             self._requests.fail(request, error)
 
