@@ -3,6 +3,8 @@
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from pdtx.testing import MoverPair
 from pdtx.transports import Placement, Region, TransferKey
 from pdtx.transports.bounce import BounceStage, Stager
 from pdtx.transports.tcp import TcpMover
-from pdtx.transports.tcp_payload import straight
+from pdtx.transports.tcp_payload import receive_payload, straight
+from pdtx.transports.wire import Wire
 
 KEY = TransferKey("request", 0, 1, 0, 16)
 
@@ -147,6 +150,39 @@ def test_buffers_are_kept_and_no_larger_than_needed(native: str) -> None:
     for _ in stage.gather(region_of(seed=2), slices):
         pass
     assert [buffer.data_ptr() for buffer in stage._buffers] == addresses
+
+
+class Silent(Wire):
+    """Fills whatever it is given at once, with nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def receive_vectors(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_copy_is_under_way_outside_a_guard(native: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device copies go on by themselves; who gives a get up must not meet one. Without a guard they may."""
+    seen, grid = list[str](), HostGrid if native == "C" else UnitGrid
+    monkeypatch.setattr(grid, "put", lambda *_: seen.append("put"))
+    monkeypatch.setattr(BounceStage, "_settle", lambda _: seen.append("settled"))
+
+    @contextmanager
+    def guard() -> Iterator[None]:
+        yield
+        seen.append("left")
+
+    slices = random_slices(7)
+    stage = BounceStage(slices.total // 3)
+    receive_payload(Silent(), stage, region_of(), slices, "it", guard=guard if guarded else None)
+    puts = seen.count("put")
+    assert puts >= 3
+    if guarded:
+        assert seen == ["left", *["put", "settled", "left"] * (puts - 1), "put", "settled", "settled", "left"]
+    else:
+        assert seen == ["put"] * puts + ["settled"]
 
 
 def test_straight_is_the_head_and_the_ranges() -> None:

@@ -40,8 +40,11 @@ class Stage(Protocol):
     def gather(self, region: Region, slices: Slices) -> Generator[Iovecs, None, None]:
         """Yield the payload of slices, to be read."""
 
-    def scatter(self, region: Region, slices: Slices) -> Generator[Iovecs, None, None]:
-        """Yield room for the payload of slices, to be filled."""
+    def scatter(self, region: Region, slices: Slices, *, settled: bool = False) -> Generator[Iovecs, None, None]:
+        """Yield room for the payload of slices, to be filled.
+
+        settled: whenever a range has been yielded, the region is left alone, by its device too.
+        """
 
 
 class Stager:
@@ -135,8 +138,11 @@ class BounceStage:
         finally:
             self._settle()
 
-    def scatter(self, region: Region, slices: Slices) -> Generator[Iovecs, None, None]:
-        """Yield host memory to be filled, at most nbytes at a time; the piece before is put in its place meanwhile."""
+    def scatter(self, region: Region, slices: Slices, *, settled: bool = False) -> Generator[Iovecs, None, None]:
+        """Yield host memory to be filled, at most nbytes at a time; the piece before is put in its place meanwhile.
+
+        settled: or before that, see Stage.
+        """
         grid = _grid(region.memory, slices)
         on_cpu = isinstance(grid, HostGrid) or grid.device.type == "cpu"
         copies = list[_Piece | None]([None, None])
@@ -153,6 +159,8 @@ class BounceStage:
                 with self._on_stream(grid):
                     grid.put(first, stop, buffer)
                 copies[turn % 2] = self._piece(grid, buffer)
+                if settled:
+                    self._settle()
         finally:
             self._settle()
 

@@ -69,16 +69,17 @@ def receive_payload(
     deadline: float = FOREVER,
     stall_s: float = FOREVER,
     progress: Progress | None = None,
-    guard: Guard = contextlib.nullcontext,
+    guard: Guard | None = None,
 ) -> None:
-    """Receive a payload; whatever writes into the region does so inside a guard()."""
+    """Receive a payload; whatever writes into the region does so inside a guard(), where there is one."""
+    guarded = guard or contextlib.nullcontext
     if stage is None:
-        wire.receive_vectors(straight(b"", region, slices), phase, deadline, stall_s, progress, guard)
+        wire.receive_vectors(straight(b"", region, slices), phase, deadline, stall_s, progress, guarded)
         return
-    scattering = stage.scatter(region, slices)
+    scattering = stage.scatter(region, slices, settled=guard is not None)
     try:
         while True:
-            with guard():
+            with guarded():
                 vectors = next(scattering, None)
             if vectors is None:
                 return

@@ -4,7 +4,6 @@ After the handshake each socket says which connection it is of, which stream, an
 when all are there. Requests and acknowledgements cross the first; a payload's parts, in order, one stream each.
 """
 
-import contextlib
 import itertools
 import struct
 import threading
@@ -159,7 +158,7 @@ class Lanes:
         deadline: float = FOREVER,
         stall_s: float = FOREVER,
         progress: Callable[[int], None] | None = None,
-        guard: Guard = contextlib.nullcontext,
+        guard: Guard | None = None,
     ) -> bool:
         """Receive a payload, see receive_payload; False if guard() stopped it, and the rest was thrown away."""
         whole = [True] * len(self.wires)
