@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -181,6 +182,20 @@ class TestTeardown:
         script.write_text(text.replace("    code=0\n", '    tail --pid="$child" -s 0.05 -f /dev/null\n    code=0\n'))
         env = slow_way(tmp_path, "exit 5")
         assert run([script, "--exec", "true"], **env).returncode == 5
+
+    @pytest.mark.parametrize("mode", [["--nodes"], ["-o", "r.json"]], ids=["node", "agent"])
+    def test_one_that_never_listens_ends_the_run(
+        self, scene: Path, tmp_path: Path, mark: str, mode: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        script = scene / "deploy/local/run"
+        text = script.read_text()
+        script.write_text(re.sub(r"start_s=\d+", "start_s=1", text))
+        (scene / ".venv/bin/pdtx-decode").write_text("#!/bin/sh\nexec sleep 600\n")
+        done = run([script, *mode], TMPDIR=str(tmp_path))
+        assert done.returncode == 1
+        assert "does not listen after 1 s" in done.stderr
+        assert wait_until_gone(mark, 5) == []
 
     def test_an_agent_that_does_not_start_ends_the_run(self, scene: Path, tmp_path: Path, mark: str) -> None:
         (scene / ".venv/bin/pdtx-decode").write_text("#!/bin/sh\necho cannot >&2\nexit 3\n")
