@@ -10,6 +10,7 @@ import pytest
 
 from pdtx.engine import KVConsumer, KVProducer, OutboundRequest
 from pdtx.engine.handshake import make_hello
+from pdtx.engine.outbound import Piece
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -18,7 +19,7 @@ from pdtx.errors import (
     TransferAborted,
     TransferRefused,
 )
-from pdtx.protocol import Bye, Complete, Hello, Message, TransferRequest
+from pdtx.protocol import Bye, Complete, Hello, Message, ReadReference, TransferRequest
 from pdtx.testing.pair import Leaks
 from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
 from tests.engine_pair import (
@@ -434,6 +435,51 @@ def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.Monke
         beginner.join()
         pair.finish(pair.next_ready())
         assert pair.producer.wait(request).text == "done"
+        ship(pair.producer, begun[0])
+        pair.finish(pair.next_ready())
+
+
+def test_a_reference_asked_for_while_the_session_changes_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old session's shipper ends with the session, and must answer what it was handed before."""
+    connections, opening, asked, closed = list[Connection](), *(threading.Event() for _ in range(3))
+
+    def wrap(inner: Connection) -> Connection:
+        connections.append(inner)
+        if len(connections) == 2:
+            opening.set()
+            assert asked.wait(PATIENCE_S)
+        return inner
+
+    with Pair(
+        make_cache(num_blocks=20),
+        make_cache("flashinfer_hnd", 32, num_blocks=20),
+        wrap=partial(WrappedMover, wrap=wrap),
+    ) as pair:
+        arrived, begun = begin(pair.producer, 20, "arrived"), list[OutboundRequest]()
+        ship(pair.producer, arrived)
+        ready = pair.next_ready()
+        assert pair.producer._route is not None
+        old = pair.producer._route.shipper
+        put, close = old.put, old.close
+
+        def put_late(item: Piece | ReadReference) -> None:
+            asked.set()
+            closed.wait(0.3)  # as long as the session's change has to wait for this
+            put(item)
+
+        def tell_closed() -> None:
+            close()
+            closed.set()
+
+        monkeypatch.setattr(old, "put", put_late)
+        monkeypatch.setattr(old, "close", tell_closed)
+        cut(pair)
+        beginner = threading.Thread(target=lambda: begun.append(begin(pair.producer, 20, "next")))
+        beginner.start()
+        assert opening.wait(PATIENCE_S)
+        pair.finish(ready)
+        beginner.join()
+        assert pair.producer.wait(arrived).text == "done"
         ship(pair.producer, begun[0])
         pair.finish(pair.next_ready())
 

@@ -168,8 +168,9 @@ class KVProducer:
             old.connection.close()
         while True:
             try:
-                self._route = self._open(channel, min(_ATTEMPT_S, max(0.0, deadline - time.monotonic())))
+                route = self._open(channel, min(_ATTEMPT_S, max(0.0, deadline - time.monotonic())))
                 with self._changed:
+                    self._route = route
                     self._lost = channel.lost  # whatever was said of an earlier channel, until it was dialled anew
                 break
             except (PeerSilent, PeerLost, DeadlineExceeded) as error:
@@ -496,8 +497,9 @@ class KVProducer:
             case Reject():
                 self._answer(IncompatiblePeer(message.field, message.producer, message.consumer, message.advice))
             case ReadReference():
-                if self._route is not None:
-                    self._route.shipper.put(message)
+                with self._changed:  # or the shipper may be closed before it is put
+                    if self._route is not None:
+                        self._route.shipper.put(message)
             case Grant() | Refuse() | Failure() | Release() | Finished():
                 self._on_request_message(message)
             case _:
