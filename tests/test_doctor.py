@@ -355,6 +355,29 @@ _BAD_MOVERS = dedent("""
 """)
 
 
+# An interrupt while a trial is forked, or when that has been and the trial ignores what asks it to end.
+_STRIKES = dedent("""
+    import os, signal, time
+    from multiprocessing.context import ForkProcess
+    from pathlib import Path
+
+    start = ForkProcess.start
+
+    def strike():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def ignores(process):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return int(status.partition("SigIgn:")[2].split()[0], 16) >> signal.SIGTERM - 1 & 1
+
+    def start_and_strike(process):
+        start(process)
+        while not ignores(process):
+            time.sleep(0.01)
+        strike()
+""")
+
+
 def _trials_of(parent: int) -> set[int]:
     """The processes of _BAD_MOVERS that this process has started, whoever their parent is by now."""
     found, mark = set[int](), _BAD_MOVERS[:60].encode()
@@ -401,6 +424,21 @@ class TestMovers:
                 doctor.communicate(timeout=20)
             finally:
                 doctor.kill()
+        wait_until(lambda: not _trials_of(os.getpid()), "the end of the trial")
+
+    @pytest.mark.parametrize(
+        "interrupt",
+        ["os.register_at_fork(after_in_parent=strike)", "ForkProcess.start = start_and_strike"],
+        ids=["in a hook of the fork", "right after the fork"],
+    )
+    def test_an_interrupt_while_a_trial_is_forked_ends_all(self, interrupt: str) -> None:
+        words = [sys.executable, "-c", f"{_STRIKES}\n{interrupt}\n{_BAD_MOVERS}", "600", "shm"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as doctor:
+            try:
+                _, told = doctor.communicate(timeout=90)
+            finally:
+                doctor.kill()
+        assert told.decode().rstrip().endswith("KeyboardInterrupt")
         wait_until(lambda: not _trials_of(os.getpid()), "the end of the trial")
 
     def test_what_a_library_prints_beside_is_left_out(self, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -100,17 +100,34 @@ def try_all(names: Sequence[str], limit: float) -> Generator[Trial]:
     import_module("pdtx.transports")
     forked, under_way = get_context("fork"), list[tuple[str, Connection, ForkProcess]]()
     try:
-        for name in names:
-            ours, theirs = forked.Pipe(duplex=False)
-            process = forked.Process(target=_tell, args=(name, theirs, os.getpid()), daemon=True)
-            process.start()
-            theirs.close()
-            under_way.append((name, ours, process))
+        with _interrupts_held_back():
+            for name in names:
+                ours, theirs = forked.Pipe(duplex=False)
+                process = forked.Process(target=_tell, args=(name, theirs, os.getpid()), daemon=True)
+                process.start()
+                theirs.close()
+                under_way.append((name, ours, process))
         for name, ours, process in under_way:
             yield _hear(name, ours, process, limit)
     finally:
         for _, _, process in under_way:
             _kill(process)
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait: in a fork's hooks it would be lost, and right after a fork the trial be known to nobody.
+
+    By a handler, for a mask would be the main thread's alone, and the signal come through one of those of libraries.
+    """
+    come = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, _: come.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if come:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _kill(process: ForkProcess) -> None:
@@ -128,6 +145,7 @@ def _tell(name: str, end: Connection, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # killed before that was asked for
         os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which it was forked without
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
