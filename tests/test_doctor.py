@@ -1,12 +1,14 @@
 """The doctor's checks, on machines that exist as a few files."""
 
+import logging
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
@@ -14,6 +16,7 @@ from textwrap import dedent
 import pytest
 
 from pdtx.doctor import Finding, Machine, parse_wants
+from pdtx.doctor import __main__ as doctor_main
 from pdtx.doctor.addresses import check_addresses
 from pdtx.doctor.finding import Level, judged
 from pdtx.doctor.gpu import check_gpu
@@ -405,7 +408,8 @@ class TestMovers:
         """With real processes, of movers that do so."""
 
         def run(command: Sequence[str], timeout_s: float) -> str | None:
-            return run_program([sys.executable, "-c", _BAD_MOVERS, *command[3:]], timeout_s + 90)
+            # Seconds, that are counted from when all is imported, however long that takes here.
+            return run_program([sys.executable, "-c", _BAD_MOVERS, "4", *command[4:]], timeout_s + 90)
 
         trials = try_all(Machine(run=run), ["ucx", "tcp", "shm", "leaver", "nixl"], trial_s=4)
         assert (trials["tcp"].detail, trials["nixl"].detail) == ("works", "works")
@@ -440,6 +444,28 @@ class TestMovers:
                 doctor.kill()
         assert told.decode().rstrip().endswith("KeyboardInterrupt")
         wait_until(lambda: not _trials_of(os.getpid()), "the end of the trial")
+
+    def test_the_limit_of_trials_is_over_before_they_are_killed_from_outside(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        limits = list[tuple[float, float]]()
+
+        def run(command: Sequence[str], timeout_s: float) -> None:
+            begun = time.monotonic()
+            time.sleep(0.01)  # python starts
+
+            def try_all(_: Sequence[str], limit: float) -> Iterator[Trial]:
+                limits.append((limit, begun + timeout_s))
+                yield from ()
+
+            monkeypatch.setattr(doctor_main, "try_all", try_all)
+            monkeypatch.setattr(sys, "argv", command[2:])
+            doctor_main.main()
+
+        monkeypatch.setattr(logging, "disable", lambda _: None)
+        try_all(Machine(run=run), ["tcp"], trial_s=20.0)
+        ((limit, killed),) = limits
+        assert limit + 5.0 <= killed
 
     def test_what_a_library_prints_beside_is_left_out(self, tmp_path: Path) -> None:
         says = 'hello\n\npdtx-trial {"name":"tcp"}\nbye\n'

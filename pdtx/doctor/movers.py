@@ -1,6 +1,7 @@
 """Movers and CUDA, each tried in a process of its own."""
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,8 @@ _INSTALL = {"ucx": "pip install 'pdtx[ucx]'", "nixl": "pip install 'pdtx[nixl]'"
 
 def try_all(machine: Machine, names: Sequence[str] = (*_MOVERS, CUDA), *, trial_s: float = TRIAL_S) -> dict[str, Trial]:
     """Try movers and CUDA. One that says nothing for trial_s seconds, or ends badly, is told as an error."""
-    told = machine.run((sys.executable, "-m", "pdtx.doctor", f"{trial_s:g}", *names), trial_s + _KILLING_S)
+    limit = f"@{time.monotonic() + trial_s}"
+    told = machine.run((sys.executable, "-m", "pdtx.doctor", limit, *names), trial_s + _KILLING_S)
     lines = [line.removeprefix(MARK) for line in (told or "").splitlines() if line.startswith(MARK)]
     trials = {trial.name: trial for trial in (msgspec.json.decode(line, type=Trial) for line in lines)}
     return {name: trials.get(name, Trial(name=name, error=_SILENT)) for name in names}
