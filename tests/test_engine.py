@@ -791,6 +791,24 @@ def test_a_producer_that_closes_gives_the_consumer_its_blocks_back() -> None:
         pair.finish(pair.next_ready())
 
 
+def test_a_request_that_comes_while_the_consumer_closes_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        close, late = pair.consumer.mover.close, list[InboundRequest]()
+        taken = pair.consumer.allocator.allocate(pair.consumer.allocator.num_free)  # so that it waits for blocks
+
+        def ask_first() -> None:
+            monkeypatch.undo()
+            begin(pair.producer, 20)
+            late.append(pair.received("r"))
+            close()
+
+        monkeypatch.setattr(pair.consumer.mover, "close", ask_first)
+        pair.consumer.close()
+        (received,) = late
+        assert isinstance(received.error, PeerLost)
+        pair.consumer.allocator.free(taken)
+
+
 def test_a_consumer_that_closes_fails_what_it_had() -> None:
     with Pair(destination=make_cache("flashinfer_hnd", 32, num_blocks=3), mover="tcp") as pair:
         going, queued = begin(pair.producer, 40, "going"), begin(pair.producer, 40, "queued")

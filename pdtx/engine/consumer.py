@@ -123,7 +123,8 @@ class KVConsumer:
     def close(self) -> None:
         """End every request and stop serving. Idempotent."""
         self._closing.set()
-        self.fail_where(lambda _: True, PeerLost(f"{self.engine_id} is closing"))
+        closing = PeerLost(f"{self.engine_id} is closing")
+        self.fail_where(lambda _: True, closing)
         self._ready.put(None)
         if self._reaper.is_alive():
             self._reaper.join()
@@ -133,6 +134,7 @@ class KVConsumer:
         self.mover.close()
         if self._listener is not None:
             self._listener.close()
+        self.fail_where(lambda _: True, closing, tell=False)  # what was asked for meanwhile
 
     def next_ready(self, timeout_s: float) -> InboundRequest | None:
         """Return the next request whose cache has all arrived; None after timeout_s.
