@@ -95,6 +95,7 @@ class Pair:
 
     def hold(self) -> None:
         """Keep there from doing anything; returns when it does not."""
+        self._idle.clear()
         self.held.set()
         assert self._idle.wait(PATIENCE_S)
 
