@@ -49,15 +49,18 @@ def scratch(folder: Path) -> list[Path]:
     return list(folder.glob("pdtx-local.*"))
 
 
-def slow_way(folder: Path, does: str) -> dict[str, str]:
-    """Return an environment in which unshare does something first, where it is for the run and no trial."""
-    program = folder / "bin" / "unshare"
+def stand_in(folder: Path, tool: str, does: str) -> dict[str, str]:
+    """Return an environment in which a program is lines of a shell, for which $real is the program itself."""
+    program = folder / "bin" / tool
     program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\n[ "${{settings+set}}" != set ] || {{ {does}; }}\nexec {shutil.which("unshare")} "$@"\n'
-    )
+    program.write_text(f"#!/bin/sh\nreal={shutil.which(tool)}\n{does}\n")
     program.chmod(0o755)
     return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
+
+
+def slow_way(folder: Path, does: str) -> dict[str, str]:
+    """Return an environment in which unshare does something first, where it is for the run and no trial."""
+    return stand_in(folder, "unshare", f'[ "${{settings+set}}" != set ] || {{ {does}; }}\nexec $real "$@"')
 
 
 def processes_with(setting: str) -> list[str]:
@@ -157,6 +160,41 @@ class TestTeardown:
             # Only an empty folder, which the next run takes away.
             assert [list(folder.iterdir()) for folder in scratch(tmp_path)] == [[]]
             run([scene / "deploy/local/run", "--exec", "true"], TMPDIR=str(tmp_path))
+        assert scratch(tmp_path) == []
+
+    def test_a_run_in_another_container_leaves_this_ones_folder(self, scene: Path, tmp_path: Path) -> None:
+        """They share the temporary folder, but do not see each other's processes."""
+        script, env = scene / "deploy/local/run", {**os.environ, "TMPDIR": str(tmp_path)}
+        container = ["unshare", "--pid", "--mount", "--fork", "--mount-proc"]
+        if os.geteuid():
+            container += ["--user", "--map-root-user"]
+        words = [str(script), "-o", str(tmp_path / "r.json"), "--wait"]
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) as process:
+            try:
+                wait_for_line(process, "driving")
+                mine = scratch(tmp_path)
+                assert len(mine) == 1
+                assert run([*container, script, "--exec", "true"], TMPDIR=str(tmp_path)).returncode == 0
+                assert scratch(tmp_path) == mine
+            finally:
+                process.terminate()
+                process.wait(30)
+        assert scratch(tmp_path) == []
+
+    @pytest.mark.parametrize(
+        ("tool", "does"),
+        [
+            ("mktemp", 'made=$($real "$@"); [ -e {once} ] || rmdir "$made"; echo "$made"; touch {once}'),
+            ("flock", '[ -e {once} ] || rmdir "$TMPDIR"/pdtx-local.*; touch {once}; exec $real "$@"'),
+        ],
+        ids=["before it is opened", "before it is locked"],
+    )
+    def test_a_folder_that_another_run_sweeps_before_it_is_locked_is_made_again(
+        self, scene: Path, tmp_path: Path, tool: str, does: str
+    ) -> None:
+        env = stand_in(tmp_path, tool, does.replace("{once}", str(tmp_path / "once")))
+        done = run([scene / "deploy/local/run", "--exec", "true"], **env)
+        assert done.returncode == 0, done.stderr
         assert scratch(tmp_path) == []
 
     def test_one_killed_before_it_has_its_namespaces_leaves_nothing(
