@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from pdtx.bench.fleet import Fleet
 from pdtx.bench.fleet_remote import RemoteAgent
 from pdtx.bench.rendezvous import Place, Rendezvous
 from pdtx.bench.rendezvous_store import RunStore
@@ -182,6 +183,30 @@ def test_a_driver_that_goes_without_a_word_is_noticed_though_the_store_lives(
         member.serve()
     driver.join()
     store.close()
+
+
+def test_rank_0_says_that_it_has_done_before_it_leaves_the_agents(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: who has been left, and hears nothing, takes rank 0 for gone."""
+    close, served = Fleet.close, threading.Event()
+
+    def serve() -> None:
+        with Rendezvous(_place(1, port), FakeStation(), max_bytes=1, timeout_s=20.0) as member:
+            member.serve()
+        served.set()
+
+    heard = list[bool]()
+
+    def close_when_heard(fleet: Fleet) -> None:
+        heard.append(served.wait(15.0))
+        close(fleet)
+
+    monkeypatch.setattr(Fleet, "close", close_when_heard)
+    other = threading.Thread(target=serve)
+    other.start()
+    with Rendezvous(_place(0, port), FakeStation(), max_bytes=1, timeout_s=20.0) as first:
+        first.fleet()
+    other.join(20.0)
+    assert heard == [True]
 
 
 def test_a_rank_that_fails_before_it_is_an_agent_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,29 +185,37 @@ class Rendezvous:
         if self._ended:
             return
         self._ended = True
+        # First, for agents that have been left and hear nothing take rank 0 for gone.
+        said = self._say_end("" if error is None else str(error) or type(error).__name__)
         if self._fleet is not None:
             self._fleet.close()
-        # The store may be what has failed; then nobody can be told.
-        with contextlib.suppress(PdtxError):
-            self._say_end("" if error is None else str(error) or type(error).__name__)
+        if said and self.place.drives:
+            self._wait_for_others()
         if self._agent is not None:
             self._agent.close()
         else:
             self._station.close()
         self._store.close()
 
-    def _say_end(self, reason: str) -> None:
+    def _say_end(self, reason: str) -> bool:
+        """Tell the others; False if the store is what has failed."""
         data = reason[:_MAX_REASON].encode()
-        if not self.place.drives:
+        with contextlib.suppress(PdtxError):
+            if self.place.drives:
+                self._store.put("stop", data)
+                return True
             if reason:
                 self._store.put(_failed_key(self.place.rank), data)
             self._store.add("left", 1)
-            return
-        self._store.put("stop", data)
-        # Those who serve read it in the store, which may end with this process.
+            return True
+        return False
+
+    def _wait_for_others(self) -> None:
+        """Let them read what rank 0 has said in the store, which may end with this process."""
         deadline = time.monotonic() + _LEAVE_S
-        while self._store.add("left", 0) < self.place.world - 1 and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+        with contextlib.suppress(PdtxError):
+            while self._store.add("left", 0) < self.place.world - 1 and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
 
 
 def _agent_key(rank: int) -> str:
