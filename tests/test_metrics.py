@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -97,6 +98,30 @@ def test_two_nodes_of_one_process_do_not_mix_and_a_closed_one_answers_no_more() 
         other.close()
     with pytest.raises(urllib.error.URLError):
         scrape(addresses[0])
+
+
+def test_nothing_is_read_from_a_node_after_its_metrics_are_closed() -> None:
+    """Not by a scrape that was under way, either."""
+    metrics, read, closed, told = NodeMetrics("prefill", "tcp"), threading.Event(), threading.Event(), list[str]()
+    address = metrics.serve("127.0.0.1", 0)
+
+    def counts() -> NodeCounts:
+        read.set()
+        closed.wait(0.5)
+        told.append("read")
+        return NodeCounts()
+
+    metrics.watch("node", counts)
+    scraping = threading.Thread(target=scrape, args=(address,))
+    scraping.start()
+    assert read.wait(10)
+    metrics.close()
+    told.append("closed")
+    closed.set()
+    scraping.join(10)
+    assert told == ["read", "closed"]
+    assert not any("failed" in one.name for one in metrics.registry.collect())
+    assert told == ["read", "closed"]
 
 
 def test_a_port_that_is_taken_and_a_host_that_is_none_are_named() -> None:

@@ -69,7 +69,8 @@ class NodeMetrics:
         self._role, self._transport = role, transport
         self.registry: CollectorRegistry = CollectorRegistry()
         self._values: tuple[str, ...] = ()
-        self._counts: Callable[[], NodeCounts] = NodeCounts
+        self._counts: Callable[[], NodeCounts] | None = None
+        self._asking = threading.Lock()
         self._histograms: dict[str, Histogram] = {}
         self._server: BaseServer | None = None
         self._thread: threading.Thread | None = None
@@ -126,10 +127,13 @@ class NodeMetrics:
                 self._histograms[name].labels(*self._values).observe(value)
 
     def collect(self) -> "Iterator[Metric]":
-        """Yield what is counted elsewhere; prometheus_client calls it at every scrape."""
+        """Yield what is counted elsewhere, nothing after close(); prometheus_client calls it at every scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        counts = self._counts()
+        with self._asking:
+            if self._counts is None:
+                return
+            counts = self._counts()
         usage = GaugeMetricFamily(
             "pdtx_kv_cache_usage_perc", "Share of the cache's blocks that requests have, 0 to 1.", labels=_LABELS
         )
@@ -154,7 +158,7 @@ class NodeMetrics:
             yield family
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Answer no more, and ask the node no more. Idempotent."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -162,3 +166,6 @@ class NodeMetrics:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        # Scrapes that are under way have threads of their own.
+        with self._asking:
+            self._counts = None
