@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pdtx.cache import KVCaches, PagedKVCache
-from pdtx.cli.processes import Node
 from pdtx.cli.prompts import read_prompts
 from pdtx.errors import InputError, ModelError, ParallelError
 from pdtx.report import RequestRow, read_result
 from pdtx.runner import ModelRunner, PagedSequence, greedy, prefill
+from tests.node_process import NodeProcess, run
 from tests.ports import free_port
 from tests.tiny_models import ARCHITECTURES, VOCAB, WINDOW, tiny_checkpoint
 
@@ -152,8 +152,10 @@ def disaggregated(model: Path, file: Path, prefill_side: list[str], decode_side:
     serve = ["--listen", address, "--verify", "--json", "--model", str(model), *decode_side]
     work = ["--prompts", str(file), "--max-tokens", str(STEPS), "--ignore-eos", "--chunk-size", str(CHUNK)]
     flags = ["--connect", address, "--connect-timeout", "90", "--json", "--model", str(model), *work, *prefill_side]
-    with Node("decode", "decode_node", serve), Node("prefill", "prefill_node", flags) as node:
-        return read_result(node.result(150.0)).requests
+    with NodeProcess(file.parent, "decode", "decode_node", *serve):
+        done = run("prefill_node", *flags, timeout=150.0)
+    assert done.code == 0, done.stderr
+    return read_result(done.stdout).requests
 
 
 def check(rows: list[RequestRow], runner: ModelRunner) -> None:

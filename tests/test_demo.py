@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdtx.runner import demo_model_directory
-from tests.test_nodes import Outcome, run
+from tests.node_process import Outcome, run
 from tests.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(400)

@@ -7,7 +7,8 @@ import pytest
 
 from pdtx.errors import InputError
 from pdtx.transports import make_mover
-from tests.test_nodes import Decode, run
+from tests.node_process import run
+from tests.test_nodes import decode_node
 from tests.tiny_models import tiny_checkpoint
 
 _MODEL = ("--dtype", "float32", "--threads", "1")
@@ -25,12 +26,9 @@ def moved(model: Path, folder: Path, mover: str, devices: tuple[str, str], mode:
     lines = [{"id": f"n{n}", "token_ids": [(7 * i + n) % 256 for i in range(n)]} for n in _LENGTHS]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     words = ("--model", model, *_MODEL, "--mover", mover, "--num-blocks", "40")
-    decode = Decode(folder / "log", *words, "--device", devices[1], "--verify")
-    try:
-        more = ("--connect", decode.address, "--device", devices[0], "--mode", mode, "--prompts", prompts)
+    with decode_node(folder, *words, "--device", devices[1], "--verify") as decode:
+        more = ("--connect", decode.wait_for_address(), "--device", devices[0], "--mode", mode, "--prompts", prompts)
         done = run("prefill_node", *words, *more, "--max-tokens", "4", "--ignore-eos", "--json")
-    finally:
-        decode.stop()
     assert done.code == 0, done.stderr
     assert {name: row["wrong"] for name, row in done.requests.items()} == {f"n{n}": 0 for n in _LENGTHS}
 

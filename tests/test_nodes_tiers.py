@@ -30,7 +30,8 @@ from pdtx.tiers.keys import fingerprint_of
 from pdtx.tiers.prefix import PrefixCache, Request
 from pdtx.transports import make_mover
 from tests.engine_pair import OPEN, all_free, wait_until
-from tests.test_nodes import NODE, Decode, run
+from tests.node_process import run
+from tests.test_nodes import NODE, decode_node
 from tests.tiny_models import ARCHITECTURES, tiny_checkpoint
 
 BLOCK = 32
@@ -390,12 +391,11 @@ def test_flags_of_the_nodes(tmp_path: Path) -> None:
     lines = [{"id": f"p{at}", "token_ids": tokens} for at, tokens in enumerate((FIRST, SECOND))]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     tiers = ["--kv-offloading-size", "0.01", "--kv-offloading-block-size", "32"]
-    node = Decode(tmp_path / "log", "--model", model, *NODE, "--verify", *tiers)
-    try:
+    with decode_node(tmp_path, "--model", model, *NODE, "--verify", *tiers) as node:
         work = ["--max-tokens", "8", "--ignore-eos", "--max-num-seqs", "1", "--prompts", str(prompts), "--json"]
         # One prompt's blocks at a time, which are back when they have been stored: the second finds them.
         serve = ["--serve-tier", "127.0.0.1:0", "--num-blocks", "9"]
-        done = run("prefill_node", "--model", model, *NODE, "--connect", node.address, *work, *tiers, *serve)
+        done = run("prefill_node", "--model", model, *NODE, "--connect", node.wait_for_address(), *work, *tiers, *serve)
         assert done.code == 0, done.stderr
         first, second = done.requests["p0"], done.requests["p1"]
         assert (first["cached_tokens"], second["cached_tokens"], second["cached_from"]) == (0, 64, "cpu")
@@ -404,9 +404,8 @@ def test_flags_of_the_nodes(tmp_path: Path) -> None:
         assert (usage["name"], usage["groups"][0]["loaded"]["blocks"]) == ("cpu", 2)
         assert "tier cpu: " in done.stderr
         assert " serves its tier at 127.0.0.1:" in done.stderr
-    finally:
         assert node.stop() == 0
-    assert "tier cpu: " in node.log.read_text()
+        assert "tier cpu: " in node.said
 
 
 @pytest.mark.parametrize(
