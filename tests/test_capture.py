@@ -17,8 +17,8 @@ from pdtx.replay.synthetic import SyntheticModel
 from pdtx.results.capture import read_block_tables, read_capture
 from pdtx.runner import ModelRunner
 from pdtx.serving import Ended, Job, ModelComputer, PrefillScheduler
+from tests.node_process import run
 from tests.replay_pair import replay_pair
-from tests.test_nodes import run
 from tests.test_nodes_tiers import nodes
 from tests.tiny_models import tiny_checkpoint
 

@@ -10,7 +10,7 @@ import pytest
 from pdtx.cli import logs
 from pdtx.cli.common import configure_logging, note
 from pdtx.errors import InputError
-from tests.test_nodes import run
+from tests.node_process import run
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ import pytest
 from pdtx.errors import AddressInUse, InputError
 from pdtx.metrics import NodeCounts, NodeMetrics, TierBytes
 from pdtx.results.capture import read_capture
-from tests.test_nodes import NODE, run
+from tests.node_process import run
+from tests.test_nodes import NODE
 from tests.tiny_models import tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(180)

@@ -23,8 +23,8 @@ from pdtx.replay.synthetic import SyntheticModel
 from pdtx.results.capture import CapturedChunk
 from pdtx.serving import Job
 from pdtx.tiers.prefix import PrefixCache
+from tests.node_process import run
 from tests.replay_pair import replay_pair, write_trace
-from tests.test_nodes import run
 
 pytestmark = pytest.mark.timeout(120)
 
