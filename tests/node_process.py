@@ -56,24 +56,23 @@ class NodeProcess:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait_for(self, words: str, timeout_s: float, after: int = 0) -> float:
-        """Wait until the log says words beyond its first characters; return how long that took."""
+    def wait_for(self, words: str, timeout_s: float, after: int = 0) -> re.Match[str]:
+        """Wait until the log says words beyond its first characters."""
         return self._wait_for(self._stderr, words, timeout_s, after)
 
     def wait_for_address(self, timeout_s: float = 60.0) -> str:
         """Wait until a decode node with --json has printed where it listens."""
-        self._wait_for(self._stdout, r"\n", timeout_s, 0)
-        address: str = json.loads(self.printed.splitlines()[0])["address"]
+        first = self._wait_for(self._stdout, r"(.*)\n", timeout_s, 0)
+        address: str = json.loads(first[1])["address"]
         return address
 
-    def _wait_for(self, file: Path, words: str, timeout_s: float, after: int) -> float:
-        begun = time.monotonic()
-        while not re.search(words, file.read_text()[after:]):
+    def _wait_for(self, file: Path, words: str, timeout_s: float, after: int) -> re.Match[str]:
+        limit = time.monotonic() + timeout_s
+        while (found := re.search(words, file.read_text()[after:])) is None:
             assert self.process.poll() is None, f"it ended before there was {words!r}:\n{self.said}"
-            took = time.monotonic() - begun
-            assert took < timeout_s, f"there was no {words!r} within {timeout_s:g} s:\n{self.said}"
+            assert time.monotonic() < limit, f"there was no {words!r} within {timeout_s:g} s:\n{self.said}"
             time.sleep(0.02)
-        return time.monotonic() - begun
+        return found
 
     def wait(self, timeout_s: float) -> int:
         return self.process.wait(timeout_s)

@@ -4,13 +4,11 @@ import builtins
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +17,7 @@ import pytest
 from pdtx.errors import AddressInUse, InputError
 from pdtx.metrics import NodeCounts, NodeMetrics, TierBytes
 from pdtx.results.capture import read_capture
-from tests.node_process import run
+from tests.node_process import NodeProcess, run
 from tests.test_nodes import NODE
 from tests.tiny_models import tiny_checkpoint
 
@@ -153,36 +151,17 @@ def test_without_the_library_the_line_to_install_it_is_given(monkeypatch: pytest
 # -- real nodes -------------------------------------------------------------------------------------------------------
 
 
-class Node:
+START_S = 60.0
+
+
+def metered(folder: Path, name: str, *arguments: str | Path) -> NodeProcess:
     """A node with metrics, its log in JSON."""
+    flags = ("--metrics-port", "0", "--log-format", "json", "--log-level", "info", "--json")
+    return NodeProcess(folder, name, f"{name}_node", *arguments, *flags)
 
-    def __init__(self, log: Path, module: str, *arguments: str | Path, **environment: str) -> None:
-        self.log = log
-        flags = ["--metrics-port", "0", "--log-format", "json", "--log-level", "info", "--json"]
-        with log.open("w") as stderr:
-            command = [sys.executable, "-m", module, *map(str, arguments), *flags]
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment or None
-            )
-        self.metrics = self.wait_for(r"metrics at http://(\S+)/metrics")
 
-    def wait_for(self, words: str, timeout_s: float = 60.0) -> str:
-        limit = time.monotonic() + timeout_s
-        while (found := re.search(words, self.log.read_text())) is None:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < limit, self.log.read_text()
-            time.sleep(0.02)
-        return found[1] if found.groups() else found[0]
-
-    @property
-    def lines(self) -> Sequence[Mapping[str, str]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+def metrics_of(node: NodeProcess) -> str:
+    return node.wait_for(r"metrics at http://(\S+)/metrics", START_S)[1]
 
 
 COUNT = "pdtx_bytes_transferred_count"
@@ -217,20 +196,16 @@ def test_both_nodes_are_scraped_while_they_work_and_what_they_did_is_recorded(
     prompts.write_text("\n".join(map(json.dumps, reversed(lines))))
     common = ("--model", model, *NODE)
     monkeypatch.setenv("PDTX_CAPTURE", str(captured))
-    decode = Node(tmp_path / "decode", "decode_node", *common, "--listen", "127.0.0.1:0", "--verify")
-    nodes = [decode]
-    try:
-        address = decode.wait_for(r"listening on ([0-9.:]+)")
+    with metered(tmp_path, "decode", *common, "--listen", "127.0.0.1:0", "--verify") as decode:
+        address = decode.wait_for(r"listening on ([0-9.:]+)", START_S)[1]
         sends = ("--connect", address, "--prompts", prompts, "--max-tokens", "4", "--kv-offloading-size", "0.01")
-        prefill = Node(tmp_path / "prefill", "prefill_node", *common, *sends)
-        nodes.append(prefill)
-        prefill.wait_for(r"request k\d+ ended well")
-        # Tokens are asked for when a request begins, and its bytes counted when it has ended: between two of them.
-        ours = scrape_until(prefill.metrics, lambda found: sums_up(found) and asked_for(found) == found[COUNT] * 64)
-        theirs = scrape_until(decode.metrics, sums_up)
-    finally:
-        for node in nodes:
-            node.end()
+        with metered(tmp_path, "prefill", *common, *sends) as prefill:
+            prefill.wait_for(r"request k\d+ ended well", START_S)
+            # Tokens are asked for when a request begins, and its bytes counted when it has ended: between two of them.
+            between = lambda found: sums_up(found) and asked_for(found) == found[COUNT] * 64  # noqa: E731
+            ours = scrape_until(metrics_of(prefill), between)
+            theirs = scrape_until(metrics_of(decode), sums_up)
+    lines_of_decode = [json.loads(line) for line in decode.said.splitlines()]
     count = ours[COUNT]
     assert count >= 1
     assert sums_up(ours)
@@ -242,7 +217,7 @@ def test_both_nodes_are_scraped_while_they_work_and_what_they_did_is_recorded(
     assert 0 < ours["pdtx_kv_cache_usage_perc"] <= 1
     assert sums_up(theirs)
     assert theirs[COUNT] > 0
-    verified = [line for line in decode.lines if " verified: " in line["message"]]
+    verified = [line for line in lines_of_decode if " verified: " in line["message"]]
     assert {line["request_id"] for line in verified} <= {f"k{at}" for at in range(200)}
     assert {"time", "level", "logger", "message"} <= set(verified[0])
     _, requests = read_capture(captured)

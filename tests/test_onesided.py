@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -390,6 +391,13 @@ def test_a_broken_engine_ends_the_connection_with_its_words(monkeypatch: pytest.
             late.wait()
 
 
+def _ended_at_the_end_of(handle: TransferHandle, connection: Connection) -> "queue.Queue[PdtxError | None]":
+    """What a connection says of its own end at the moment at which a transfer ends, once it has."""
+    seen = queue.Queue[PdtxError | None]()
+    handle.on_end(lambda _: seen.put(connection.ended))
+    return seen
+
+
 def test_a_connection_says_that_it_has_ended_before_a_transfer_ends_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever hears of the failure tries again at once, and must not do so over the same connection."""
     with MoverPair(PushingMover) as pair:
@@ -403,16 +411,9 @@ def test_a_connection_says_that_it_has_ended_before_a_transfer_ends_by_it(monkey
         scenes = [Scene(seed=seed, num_layers=1) for seed in range(2)]
         first, second = (_start(pair, connection, scene) for scene in scenes)
         gate.wait_reached(WAIT_S)
-        seen, heard = list[PdtxError | None](), threading.Event()
-
-        def ask(_: TransferHandle) -> None:
-            seen.append(connection.ended)
-            heard.set()
-
-        first.on_end(ask)
+        seen = _ended_at_the_end_of(first, connection)
         gate.open()
-        assert heard.wait(WAIT_S)
-        assert "no more credits" in str(seen[0])
+        assert "no more credits" in str(seen.get(timeout=WAIT_S))
         with pytest.raises(PeerLost, match="no more credits"):
             second.wait()
 
@@ -432,17 +433,10 @@ def test_a_connection_says_that_it_has_ended_before_a_get_ends_that_was_given_up
         pair.grants.grant_get("session", scene.key(plan), Placement(scene.src.region, plan.flat.source()))
         handle = connection.get(scene.key(plan), scene.dst.region, plan.flat, time.monotonic() + WAIT_S)
         gate.wait_reached(WAIT_S)
-        seen, heard = list[PdtxError | None](), threading.Event()
-
-        def ask(_: TransferHandle) -> None:
-            seen.append(connection.ended)
-            heard.set()
-
-        handle.on_end(ask)
+        seen = _ended_at_the_end_of(handle, connection)
         assert handle.expire()
         gate.open()
-        assert heard.wait(WAIT_S)
-        assert seen[0] is not None
+        assert seen.get(timeout=WAIT_S) is not None
 
 
 # -- hostile peers -----------------------------------------------------------------------------------------------------
