@@ -27,7 +27,10 @@ PdtxError                        exit code 1
 │   ├── TransferAborted          cancelled before it was finished
 │   ├── TransferRefused          the receiver granted no such transfer
 │   └── DeadlineExceeded         a wait ended by its deadline; names phase and peer
-└── VerificationError            bytes arrived that are not the source's
+├── VerificationError            bytes arrived that are not the source's
+└── EngineError                  an error of pdtx itself; please report it
+    ├── IllegalTransition        a request was to go from one state to another that cannot follow
+    └── NotTheOwner              a record was changed by another thread than its owner (debug runs)
 """
 
 
@@ -188,3 +191,15 @@ class VerificationError(PdtxError):
     def __init__(self, text: str, wrong: int) -> None:
         self.wrong = wrong
         super().__init__(text)
+
+
+class EngineError(PdtxError):
+    """An error of pdtx itself, which is logged and counted; please report it."""
+
+
+class IllegalTransition(EngineError):
+    """A request was to go from one state to another that cannot follow."""
+
+
+class NotTheOwner(EngineError):
+    """A record was changed by another thread than its owner; found in debug runs."""

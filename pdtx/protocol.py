@@ -14,10 +14,11 @@ from msgspec import Meta
 
 from pdtx.errors import IncompatiblePeer, ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANKS = 1024
 _MAX_ITEMS = 1 << 22
+MAX_TOKENS = 1 << 21
 _MAX_TEXT = 1 << 20
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 4096
 _MAX_ERROR = 300
@@ -149,13 +150,22 @@ class Reject(_Message, frozen=True, kw_only=True, tag="reject"):
 
 
 class TransferRequest(_Message, frozen=True, kw_only=True, tag="transfer_request"):
-    """P to D: grant me blocks for this prompt's cache; then generate max_tokens, the first of which P computes."""
+    """P to D: grant me blocks for the cache of a prompt of num_tokens; then generate max_tokens, the first of which P
+    computes.
+
+    token_ids: of the prompt, for tiers; empty where P does not name them. max_tokens: 0 where D decides by itself.
+    """
 
     request_id: Id
-    token_ids: Annotated[list[Count], Meta(max_length=1 << 21)]
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 21)]
+    num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    token_ids: Annotated[list[Count], Meta(max_length=MAX_TOKENS)]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     deadline_s: Seconds
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.token_ids and len(self.token_ids) != self.num_tokens:
+            raise ValueError(f"{len(self.token_ids)} token_ids of a prompt of {self.num_tokens} tokens")
 
 
 class GrantedBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,10 +213,10 @@ class LayerDone(_Message, frozen=True, kw_only=True, tag="layer_done"):
 
 
 class Complete(_Message, frozen=True, kw_only=True, tag="complete"):
-    """P to D: all parts have been delivered; nbytes in all. first_token: the first new token."""
+    """P to D: all parts have been delivered; nbytes in all. first_token: the first new token, if P has computed it."""
 
     request_id: Id
-    first_token: Count
+    first_token: Count | None
     num_tokens: Count
     nbytes: Count
 

@@ -210,8 +210,8 @@ class Pair:
         """The consumer's record of a request, once it is there."""
 
         def find() -> InboundRequest | None:
-            with self.consumer._lock:
-                return next((r for r in self.consumer._requests.values() if r.request_id == request_id), None)
+            requests = self.consumer.control.call(lambda: list(self.consumer.core.requests.values()))
+            return next((request for request in requests if request.request_id == request_id), None)
 
         wait_until(lambda: find() is not None, f"request {request_id} at the consumer")
         found = find()
@@ -254,7 +254,19 @@ def ship(producer: KVProducer, request: OutboundRequest, chunks: Sequence[int] =
             ship_layer(producer, request, data, layer, start, stop)
     if complete:
         producer.computed(request, 7)
+    settle(producer)
     return Sent(data)
+
+
+def settle(engine: KVProducer | KVConsumer) -> None:
+    """Return when all that was posted to an engine's control thread so far has been handled."""
+    engine.control.call(lambda: None)
+
+
+def change(engine: KVProducer | KVConsumer, request: OutboundRequest | InboundRequest, **fields: object) -> None:
+    """Change a request, on the thread that owns it."""
+    for name, value in fields.items():
+        engine.control.call(setattr, request, name, value)
 
 
 def ship_layer(
@@ -366,6 +378,7 @@ def produce(
                     producer.layer_ready(request, index, layer, start, stop)
     if complete:
         producer.computed(request, 7)
+    settle(producer)
     return contents
 
 

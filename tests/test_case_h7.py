@@ -21,11 +21,15 @@ import msgspec
 import pytest
 import torch
 
-from pdtx.cache import GroupAllocator, KVCaches, PagedKVCache
-from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest
+from pdtx.cache import KVCaches, PagedKVCache
+from pdtx.engine import InboundRequest, KVProducer, OutboundRequest
 from pdtx.engine.arrivals import Arrivals, Notice
+from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.landing import Landing
+from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.receiving import PayloadReceiver
-from pdtx.engine.shipping import regions_of
+from pdtx.engine.registering import regions_of
+from pdtx.engine.states import OutboundState
 from pdtx.errors import DeadlineExceeded, InputError, PdtxError, PeerLost, TransferError, VerificationError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.protocol import Complete, Failure, LayerDone, Message
@@ -33,7 +37,7 @@ from pdtx.sidechannel import Dialer, Listener
 from pdtx.transports import Placement, Receiver, Region, TransferHandle, TransferKey, make_mover
 from tests import stopping_producer
 from tests.contract_subjects import sampled
-from tests.engine_pair import Pair, attention, begin, produce, require_contents, wait_until
+from tests.engine_pair import Pair, attention, begin, change, produce, require_contents, wait_until
 from tests.faulty_mover import FaultyConnection, FaultyReceiver, OnPut, Post, Timers, faulty
 from tests.stopping_producer import StoppingProducer
 
@@ -108,14 +112,14 @@ class Case:
             wrap_consumers=partial(faulty, receive=receive),
         )
         self.producer, self.consumer = self.pair.producer, self.pair.consumer
-        send = self.producer._send
+        send = self.producer.core.effects.send
 
         def say(message: Message) -> None:
             for each in self.faults.say(message):
                 self.faults.said.append(each)
                 send(each)
 
-        self.producer._send = say  # type: ignore[method-assign]
+        self.producer.core.effects.send = say  # type: ignore[method-assign]
 
     def __enter__(self) -> "Case":
         return self
@@ -178,7 +182,12 @@ class Case:
 
     def _idle(self) -> bool:
         open_handles = [handle for handle in self.faults.handles if not handle.state.final]
-        left = open_handles, self.producer._requests, self.consumer._requests, self.consumer.receiver._placing
+        left = (
+            open_handles,
+            self.producer.core.requests,
+            self.consumer.core.requests,
+            self.consumer.receiver.num_placing,
+        )
         return not any(left)
 
 
@@ -242,7 +251,14 @@ def never_acknowledged(key: TransferKey, idle: TransferHandle, post: Post) -> Tr
 def row_acknowledgement_dropped(mover: str) -> None:
     """The mover's word that sender 1's payload has arrived is lost, so that nobody says so."""
     with Case(mover) as case:
-        case.faults.on_put = never_acknowledged
+        kept = list[TransferHandle]()
+
+        def never(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
+            if key.src_rank == 1:
+                kept.append(idle)
+            return never_acknowledged(key, idle, post)
+
+        case.faults.on_put = never
         begun, request = time.monotonic(), case.begin("r")
         received = case.pair.received("r")
         case.compute(request)
@@ -253,8 +269,8 @@ def row_acknowledgement_dropped(mover: str) -> None:
         assert names_sender_1(received.error), received.error
         assert "deadline of" in str(error)
         # What only the test could have ended.
-        for _ in range(LAYERS):
-            case.producer._settle(request)
+        for handle in kept:
+            handle.finish(TransferError("enough"))
 
 
 def row_word_dropped(mover: str) -> None:
@@ -281,7 +297,7 @@ def row_all_words_dropped(mover: str) -> None:
         case.faults.say = say
         begun, request = time.monotonic(), case.begin("r", 20.0)
         received = case.pair.received("r")
-        received.deadline = received.begun + DEADLINE_S
+        change(case.consumer, received, deadline=received.begun + DEADLINE_S)
         case.compute(request)
         error = case.require_failed(request, received)
         took = time.monotonic() - begun
@@ -385,7 +401,7 @@ def row_other_waits(mover: str) -> None:
             request_id="other", buffer=0, src_rank=1, dst_rank=0, layer_start=0, layer_stop=1, token_start=0,
             token_stop=3, nbytes=1,
         )  # fmt: skip
-        case.producer._send(notice)
+        case.producer.core.effects.send(notice)
         wait_until(lambda: case.consumer.unknown_notices == 1, "the notice", 2.0)
         assert received.noticed_bytes == 0
         assert case.consumer.next_ready(0.1) is None
@@ -669,26 +685,21 @@ def swap_senders(patch: pytest.MonkeyPatch) -> None:
 
 
 def swallow_errors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVProducer, "on_dropped", lambda *_: None)
+    patch.setattr(OutboundControl, "on_dropped", lambda *_: None)
 
 
 def wait_too_long(patch: pytest.MonkeyPatch) -> None:
-    wait = KVProducer.wait
-
-    def late(self: KVProducer, request: OutboundRequest) -> object:
-        request.deadline += 4 * TOLERANCE_S
-        return wait(self, request)
-
-    patch.setattr(KVProducer, "wait", late)
-    patch.setattr(KVConsumer, "_reap", lambda self: self._closing.wait())
+    tick = OutboundControl.tick
+    patch.setattr(OutboundControl, "tick", lambda self, now: tick(self, now - 4 * TOLERANCE_S))
+    patch.setattr(InboundControl, "tick", lambda *_: False)
 
 
 def never_reap(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVConsumer, "_reap", lambda self: self._closing.wait())
+    patch.setattr(InboundControl, "tick", lambda *_: False)
     wait = KVProducer.wait
 
     def soon(self: KVProducer, request: OutboundRequest) -> object:
-        request.deadline = time.monotonic() + DEADLINE_S + 4 * TOLERANCE_S
+        change(self, request, deadline=time.monotonic() + DEADLINE_S + 4 * TOLERANCE_S)
         return wait(self, request)
 
     patch.setattr(KVProducer, "wait", soon)
@@ -696,13 +707,13 @@ def never_reap(patch: pytest.MonkeyPatch) -> None:
 
 def need_no_notices(patch: pytest.MonkeyPatch) -> None:
     """What the producer says at the end is believed."""
-    complete = KVConsumer._on_complete
+    complete = InboundControl._on_complete
 
-    def believe(self: KVConsumer, request: InboundRequest, message: Complete) -> None:
-        request.noticed_bytes = request.received_bytes = message.nbytes
+    def believe(self: InboundControl, request: InboundRequest, message: Complete) -> None:
+        request.noticed_bytes = request.landing.received_bytes = message.nbytes
         complete(self, request, message)
 
-    patch.setattr(KVConsumer, "_on_complete", believe)
+    patch.setattr(InboundControl, "_on_complete", believe)
     patch.setattr(Arrivals, "unnoticed", lambda _: None)
     patch.setattr(Arrivals, "missing", lambda _: None)
 
@@ -716,30 +727,36 @@ def believe_movers(patch: pytest.MonkeyPatch) -> None:
     placed = PayloadReceiver.placed
 
     def again(self: PayloadReceiver, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
-        request = next(iter(self._requests._requests.values()))  # type: ignore[attr-defined]
+        landing = next(iter(self._landings.values()))
         if (session_id, key) in self._placing:
             placed(self, session_id, key, nbytes, error)
         else:
-            request.received_bytes += nbytes
+            landing.received_bytes += nbytes
 
     patch.setattr(PayloadReceiver, "placed", again)
 
 
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupAllocator, "hold", lambda *_: None)
-    patch.setattr(GroupAllocator, "unhold", lambda *_: None)
+    close = Landing.close
+
+    def idle(self: Landing, on_idle: Callable[[], None]) -> bool:
+        close(self, lambda: None)
+        return True
+
+    patch.setattr(Landing, "close", idle)
 
 
 def give_back_at_once(patch: pytest.MonkeyPatch) -> None:
     """The producer takes its blocks back while transfers read them."""
-    give_back = KVProducer._give_back
+    give_back = OutboundControl._return_blocks
 
-    def early(self: KVProducer, request: OutboundRequest) -> None:
+    def early(self: OutboundControl, request: OutboundRequest) -> None:
         unsent, request.unsent = request.unsent, 0
-        give_back(self, request)
+        if request.state is not OutboundState.ENDED:
+            give_back(self, request)
         request.unsent = unsent
 
-    patch.setattr(KVProducer, "_give_back", early)
+    patch.setattr(OutboundControl, "_return_blocks", early)
 
 
 def no_poison(patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 from pdtx.cache import PagedKVCache
 from pdtx.engine import (
     InboundRequest,
+    OutboundRequest,
     TransferTimes,
 )
 from pdtx.errors import (
@@ -55,6 +56,7 @@ from tests.engine_pair import (
     arrived,
     begin,
     bits,
+    change,
     finished,
     make_cache,
     make_producer,
@@ -193,9 +195,10 @@ def test_the_decode_loop_keeps_its_blocks_until_it_lets_go() -> None:
         pair.consumer.fail(ready, TransferError("no more"))
         with pytest.raises(TransferError, match="no more"):
             pair.producer.wait(request)
+        time.sleep(0.1)
         assert pair.consumer.allocator.num_free == (pair.destination.num_blocks - 2,)
         pair.consumer.let_go(ready)
-        assert pair.consumer.allocator.num_free == (pair.destination.num_blocks - 1,)
+        pair.require_all_free()
 
 
 # -- verification --------------------------------------------------------------------------------------------------
@@ -418,8 +421,8 @@ def test_reference_data_beyond_the_request_is_refused(part: tuple[int, int, int]
         ship(pair.producer, begin(pair.producer, 20))
         ready = pair.next_ready()
         layer, start, stop = part
-        pair.consumer._send(
-            ready.session, ReadReference(request_id="r", buffer=0, layer=layer, token_start=start, token_stop=stop)
+        pair.consumer.core.effects.send(
+            ready.session.peer, ReadReference(request_id="r", buffer=0, layer=layer, token_start=start, token_stop=stop)
         )
         wait_until(lambda: ready.error is not None, "a refusal")
         assert "failed in verification" in str(ready.error)
@@ -491,7 +494,7 @@ def test_a_completion_that_claims_another_size_is_refused(off_by: int) -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
         wait_until(lambda: request.unsent == 0, "all layers sent")
-        request.nbytes += off_by
+        change(pair.producer, request, nbytes=request.nbytes + off_by)
         pair.producer.computed(request, 7)
         with pytest.raises(TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes} bytes, noticed"):
             pair.producer.wait(request)
@@ -503,7 +506,7 @@ def test_a_completion_that_claims_other_tokens_is_refused() -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
         wait_until(lambda: request.unsent == 0, "all layers sent")
-        request.token_ids = list(request.token_ids)[:-1]
+        change(pair.producer, request, num_tokens=request.num_tokens - 1)
         pair.producer.computed(request, 7)
         with pytest.raises(TransferError, match="completed r wrongly: claims 19 tokens"):
             pair.producer.wait(request)
@@ -563,7 +566,7 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
         other = pair.connect()
         wait_until(lambda: mine.grant is not None, "a grant")
         key = TransferKey("mine", 0, 1, 0, 20)
-        assert other._route is not None
+        assert other.core.route is not None
         assert mine.grant is not None
         plan = build_plan(
             Endpoint.of(other.cache.buffers[0].layout, [1, 2]),
@@ -571,7 +574,7 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
             range(20),
             range(1),
         )
-        handle = other._route.connection.put(
+        handle = other.core.route.connection.put(
             key, Region(other.cache.buffers[0].ranks[0].memory), plan.flat, time.monotonic() + PATIENCE_S
         )
         with pytest.raises(TransferRefused, match=r"request mine layers 0..1 tokens 0..20 was not granted"):
@@ -652,7 +655,7 @@ def test_the_producers_deadline_names_phase_peer_and_bytes(progress: str, phase:
         if progress == "computed":
             ship(pair.producer, request)
             wait_until(lambda: request.completed, "a completion")
-        request.deadline = time.monotonic() + 0.1
+        change(pair.producer, request, deadline=time.monotonic() + 0.1)
         with pytest.raises(DeadlineExceeded) as caught:
             pair.producer.wait(request)
         assert (caught.value.phase, caught.value.peer) == (phase, pair.consumer.engine_id)
@@ -759,7 +762,7 @@ def test_a_request_id_that_cannot_be_sent_is_refused_at_once() -> None:
     with Pair() as pair:
         with pytest.raises(ProtocolError, match="request_id"):
             begin(pair.producer, 20, "no spaces\n")
-        assert not pair.producer._requests
+        assert not pair.producer.core.requests
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -793,19 +796,20 @@ def test_a_producer_that_closes_gives_the_consumer_its_blocks_back() -> None:
 
 def test_a_request_that_comes_while_the_consumer_closes_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with Pair() as pair:
-        close, late = pair.consumer.mover.close, list[InboundRequest]()
+        close, late = pair.consumer.mover.close, list[OutboundRequest]()
         taken = pair.consumer.allocator.allocate(pair.consumer.allocator.num_free)  # so that it waits for blocks
 
         def ask_first() -> None:
             monkeypatch.undo()
-            begin(pair.producer, 20)
-            late.append(pair.received("r"))
+            late.append(begin(pair.producer, 20))
+            wait_until(lambda: late[0].has_outcome, "the answer")
             close()
 
         monkeypatch.setattr(pair.consumer.mover, "close", ask_first)
         pair.consumer.close()
-        (received,) = late
-        assert isinstance(received.error, PeerLost)
+        assert not pair.consumer.core.requests
+        with pytest.raises(TransferError, match=r"decode-.* refused r: decode-.* is closing"):
+            pair.producer.wait(late[0])
         pair.consumer.allocator.free(taken)
 
 
@@ -819,17 +823,17 @@ def test_a_consumer_that_closes_fails_what_it_had() -> None:
         for request in (going, queued):
             with pytest.raises(PdtxError, match=r"decode-.* (is closing|closed)|closed the connection"):
                 pair.producer.wait(request)
-        wait_until(lambda: pair.producer._lost is not None, "the producer to learn of it", 2.0)
+        wait_until(lambda: pair.producer.core.lost is not None, "the producer to learn of it", 2.0)
         with pytest.raises(PeerLost, match="lost decode-"):
-            begin(pair.producer, 1, "late")
+            pair.producer.wait(begin(pair.producer, 1, "late"))
 
 
 def test_nobody_is_left_waiting_for_a_data_connection_that_broke() -> None:
     with Pair(mover="tcp") as pair:
         request = begin(pair.producer, 20)
         wait_until(lambda: request.grant is not None, "a grant")
-        assert pair.producer._route is not None
-        pair.producer._route.connection.close()
+        assert pair.producer.core.route is not None
+        pair.producer.core.route.connection.close()
         with pytest.raises(TransferError, match="failed in payload: the data connection ended"):
             pair.producer.wait(request)
 

@@ -308,7 +308,7 @@ def test_a_grant_that_cannot_be_fails_the_request_and_no_other(
 ) -> None:
     with Pair(*FAMILIES["gemma"]) as pair:
         with monkeypatch.context() as patch:
-            patch.setattr("pdtx.engine.consumer.granted_blocks", lambda request: change(granted_blocks(request)))
+            patch.setattr("pdtx.engine.inbound_control.granted_blocks", lambda request: change(granted_blocks(request)))
             request = begin(pair.producer, 64)
             produce(pair.producer, request)
             with pytest.raises((ProtocolError, PlanError), match=error):

@@ -10,7 +10,7 @@ import pytest
 
 from pdtx.engine import KVConsumer, KVProducer, OutboundRequest
 from pdtx.engine.handshake import make_hello
-from pdtx.engine.outbound import Piece
+from pdtx.engine.inbound_control import InboundControl
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -19,9 +19,10 @@ from pdtx.errors import (
     TransferAborted,
     TransferRefused,
 )
-from pdtx.protocol import Bye, Complete, Hello, Message, ReadReference, TransferRequest
+from pdtx.protocol import Bye, Complete, Hello, Message, TransferRequest
 from pdtx.testing.pair import Leaks
 from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
+from pdtx.transports.base import NOTICE_KEY
 from tests.engine_pair import (
     LAYERS,
     OPEN,
@@ -35,7 +36,7 @@ from tests.engine_pair import (
     ship,
     wait_until,
 )
-from tests.faulty_mover import FaultyConnection, Post, Timers
+from tests.faulty_mover import FaultyConnection, OnPut, Post, Timers
 
 FOR_GOOD = r"lost decode-.*; a new session with decode-\w+ cannot be had: "
 MOVERS = ("inproc", "tcp", "shm")
@@ -43,9 +44,9 @@ MOVERS = ("inproc", "tcp", "shm")
 
 def cut(pair: Pair) -> str:
     """End the producer's data connection; return the session that it belonged to."""
-    assert pair.producer._route is not None
+    assert pair.producer.core.route is not None
     assert pair.producer.consumer is not None
-    pair.producer._route.connection.close()
+    pair.producer.core.route.connection.close()
     return pair.producer.consumer.session_id
 
 
@@ -72,7 +73,7 @@ def test_a_broken_data_connection_is_replaced_with_its_session(mover: str, caplo
             assert session_of(pair) != before
             with pytest.raises(AuthenticationFailed):
                 pair.consumer.receiver.admit(before)
-        assert len(pair.consumer._sessions) == 1
+        assert len(pair.consumer.core.sessions) == 1
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sum("cannot go on with decode-" in text and "the connection was closed" in text for text in said) == 3
     assert sum("a new session with decode-" in text for text in said) == 3
@@ -164,18 +165,18 @@ def test_a_payloads_end_counts_once_also_when_it_is_told_twice_at_once(monkeypat
         receiver, request = pair.consumer.receiver, begin(pair.producer, 20)
         received = pair.received("r")
         wait_until(lambda: request.grant is not None, "a grant")
-        told, unplace = (received.session.session_id, TransferKey("r", 0, 1, 0, 20)), receiver._unplace
+        told, end = (received.session.session_id, TransferKey("r", 0, 1, 0, 20)), received.landing.end
         receiver.place(*told)
 
-        def tell_again(*call: Any) -> Any:  # noqa: ANN401 - as _unplace
+        def tell_again(*call: Any) -> Any:  # noqa: ANN401 - as end
             monkeypatch.undo()
             receiver.placed(*told, 7, None)
-            return unplace(*call)
+            return end(*call)
 
-        monkeypatch.setattr(receiver, "_unplace", tell_again)
+        monkeypatch.setattr(received.landing, "end", tell_again)
         receiver.placed(*told, 7, None)
         assert received.received_bytes == 7
-        assert pair.consumer.duplicate_notices == 1
+        wait_until(lambda: pair.consumer.duplicate_notices == 1, "the second report")
         pair.producer.fail(request, TransferAborted("enough"))
 
 
@@ -197,16 +198,16 @@ def test_a_control_channel_lost_while_a_new_session_is_made_is_dialled_again(mon
     """What the old channel says last is not about the new one."""
     with Pair() as pair:
         producer, listener = pair.producer, pair.consumer._listener
-        (session,) = pair.consumer._sessions.values()
+        (session,) = pair.consumer.core.sessions.values()
 
         def make(*facts: Any) -> Hello:  # noqa: ANN401 - as make_hello
-            if producer._lost is None:
+            if producer.core.lost is None:
                 assert listener is not None
                 listener.send(session.peer, Bye(reason="nothing heard for 5 s"))
-                wait_until(lambda: producer._lost is not None, "the loss")
+                wait_until(lambda: producer.core.lost is not None, "the loss")
             return make_hello(*facts)
 
-        monkeypatch.setattr("pdtx.engine.producer.make_hello", make)
+        monkeypatch.setattr("pdtx.engine.opening.make_hello", make)
         cut(pair)
         serve(pair)
         made = session_of(pair)
@@ -218,7 +219,7 @@ def test_another_consumer_at_the_address_is_greeted_as_such() -> None:
     with Pair(mover="tcp") as pair:
         serve(pair)
         pair.consumer.close()
-        wait_until(lambda: pair.producer._lost is not None, "the loss")
+        wait_until(lambda: pair.producer.core.lost is not None, "the loss")
         pair.consumer = KVConsumer(pair.destinations, describe(pair.destinations), make_mover("tcp"), verify=True)
         pair.consumer.listen(pair.address, security=OPEN)
         serve(pair)
@@ -228,22 +229,22 @@ def test_another_consumer_at_the_address_is_greeted_as_such() -> None:
 def test_another_consumer_that_does_not_fit_ends_it_for_good() -> None:
     with Pair(mover="tcp") as pair:
         pair.consumer.close()
-        wait_until(lambda: pair.producer._lost is not None, "the loss")
+        wait_until(lambda: pair.producer.core.lost is not None, "the loss")
         description = describe(pair.destinations, "other weights")
         pair.consumer = KVConsumer(pair.destinations, description, make_mover("tcp"), verify=True)
         pair.consumer.listen(pair.address, security=OPEN)
         for _ in range(2):
             with pytest.raises(PeerLost, match=f"{FOR_GOOD}.*fingerprint is same"):
-                begin(pair.producer, 20)
+                pair.producer.wait(begin(pair.producer, 20))
 
 
 def test_a_consumer_that_is_gone_ends_it_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdtx.engine.producer._ATTEMPT_S", 0.3)
+    monkeypatch.setattr("pdtx.engine.opening.ATTEMPT_S", 0.3)
     with Pair(mover="tcp") as pair:
         pair.consumer.close()
-        wait_until(lambda: pair.producer._lost is not None, "the loss")
+        wait_until(lambda: pair.producer.core.lost is not None, "the loss")
         with pytest.raises(PeerLost, match=f"{FOR_GOOD}nobody answers at"):
-            begin(pair.producer, 20)
+            pair.producer.wait(begin(pair.producer, 20))
         begun = time.monotonic()
         for number in range(100):
             with pytest.raises(PeerLost, match="nobody answers"):
@@ -257,7 +258,7 @@ class Deaf:
     def __init__(self, patch: pytest.MonkeyPatch, count: int) -> None:
         self.hellos, self._count, self._real, self._patch = 0, count, KVConsumer._on_hello, patch
         patch.setattr(KVConsumer, "_on_hello", lambda *call: self.hear(*call))
-        patch.setattr("pdtx.engine.producer._ATTEMPT_S", 0.3)
+        patch.setattr("pdtx.engine.opening.ATTEMPT_S", 0.3)
 
     def hear(self, consumer: KVConsumer, peer: bytes, hello: Hello) -> None:
         self.hellos += 1
@@ -269,7 +270,7 @@ class Deaf:
     def recover(self) -> None:
         """Hear every hello from the next one on."""
         self._count = min(self._count, self.hellos)
-        self._patch.setattr("pdtx.engine.producer._ATTEMPT_S", PATIENCE_S)
+        self._patch.setattr("pdtx.engine.opening.ATTEMPT_S", PATIENCE_S)
 
 
 def test_a_consumer_that_is_silent_for_a_while_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +287,7 @@ def test_no_new_session_by_the_deadline_fails_the_request_only(monkeypatch: pyte
         cut(pair)
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"waiting for a new session from decode-.*the handshake's answer"):
-            begin(pair.producer, 20, timeout_s=0.8)
+            pair.producer.wait(begin(pair.producer, 20, timeout_s=0.8))
         assert 0.7 < time.monotonic() - begun < 5.0
         deaf.recover()
         serve(pair)
@@ -300,7 +301,7 @@ def test_closing_does_not_wait_for_a_new_session(monkeypatch: pytest.MonkeyPatch
 
         def try_to_begin() -> None:
             try:
-                begin(pair.producer, 20)
+                pair.producer.wait(begin(pair.producer, 20))
             except PdtxError as error:
                 errors.append(error)
 
@@ -317,16 +318,32 @@ def test_closing_does_not_wait_for_a_new_session(monkeypatch: pytest.MonkeyPatch
 
 def test_the_path_is_required_of_every_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     with Pair(mover="tcp") as pair:
-        pair.producer._require = "rdma"
+        pair.producer._opener.require = "rdma"
         cut(pair)
         with pytest.raises(PeerLost, match=r"a new session with decode-\w+ cannot be had: rdma is required"):
-            begin(pair.producer, 20)
+            pair.producer.wait(begin(pair.producer, 20))
 
 
-def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next request must not be the one that finds out."""
-    monkeypatch.setattr("pdtx.engine.route._SETTLE_S", 10.0)  # who waits does so only until it has broken
-    connections = list[FaultyConnection]()
+class ProbedConnection(FaultyConnection):
+    """A probe over it, which comes behind what was cut off, fails as the connection breaks."""
+
+    def __init__(self, inner: Connection, on_put: OnPut) -> None:
+        super().__init__(inner, on_put, [])
+        self.probes = list[TransferHandle]()
+
+    def notify(self, data: bytes, deadline: float) -> TransferHandle:
+        self.probes.append(TransferHandle(NOTICE_KEY, 0, "the consumer", deadline))
+        return self.probes[-1]
+
+    def close(self) -> None:
+        self.inner.close()
+        for probe in self.probes:
+            probe.abort("the connection was closed")
+
+
+def test_the_next_request_waits_until_it_is_known_whether_a_connection_outlives_a_cut_transfer() -> None:
+    """It must not be the one that finds out."""
+    connections = list[ProbedConnection]()
 
     def breaks_late(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
         if key.request_id != "cut":
@@ -337,7 +354,7 @@ def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break(monk
         return idle
 
     def wrap(inner: Connection) -> Connection:
-        connections.append(FaultyConnection(inner, breaks_late, []))
+        connections.append(ProbedConnection(inner, breaks_late))
         return connections[-1]
 
     with Pair(wrap=partial(WrappedMover, wrap=wrap)) as pair:
@@ -349,10 +366,7 @@ def test_a_transfer_that_was_cut_off_gives_its_connection_a_moment_to_break(monk
         assert len(connections) == 2
 
 
-def test_a_request_whose_deadline_is_noticed_before_its_transfers_is_one_cut_off_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pdtx.engine.route._SETTLE_S", 10.0)  # who waits does so only until it has broken
+def test_a_request_whose_deadline_is_noticed_before_its_transfers_is_one_cut_off_too() -> None:
     connections, stuck = list[FaultyConnection](), list[TransferHandle]()
 
     def sticks(key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
@@ -371,11 +385,10 @@ def test_a_request_whose_deadline_is_noticed_before_its_transfers_is_one_cut_off
             handle.finish(DeadlineExceeded("room to send", "the consumer", 1.0))
 
     with Pair(wrap=partial(WrappedMover, wrap=wrap)) as pair, Timers() as timers:
-        request = begin(pair.producer, 20, "cut")
+        request = begin(pair.producer, 20, "cut", timeout_s=2.0)
         ship(pair.producer, request)
         wait_until(lambda: len(stuck) == LAYERS, "all pieces at the mover")
-        request.deadline = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="pieces of them not acknowledged"):
+        with pytest.raises(PdtxError, match=r"pieces of them not acknowledged|waiting for payload"):
             pair.producer.wait(request)
         timers.after(0.2, cut_off)
         serve(pair)
@@ -386,7 +399,7 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
     """Where a signal raises, the node's main thread may be anywhere in begin()."""
 
     with Pair() as pair:
-        send = pair.producer._send
+        send = pair.producer.core.effects.send
 
         def interrupted(message: Message) -> None:
             if isinstance(message, TransferRequest):
@@ -394,10 +407,10 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
             send(message)
 
         with monkeypatch.context() as patch:
-            patch.setattr(pair.producer, "_send", interrupted)
+            patch.setattr(pair.producer.core.effects, "send", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 begin(pair.producer, 20)
-        assert all_free(pair.producer.allocator)
+        wait_until(lambda: all_free(pair.producer.allocator), "its blocks")
         serve(pair, "r")
         pair.producer.close()
 
@@ -405,14 +418,14 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
 def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     """The consumer would take the request for one that lacks something, and tell nobody."""
     completing, retired = threading.Event(), threading.Event()
-    retire = KVConsumer._retire
+    retire = InboundControl._retire
 
-    def tell(consumer: KVConsumer, peer: bytes) -> None:
-        retire(consumer, peer)
+    def tell(control: InboundControl, peer: bytes) -> None:
+        retire(control, peer)
         retired.set()
 
     with Pair(make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20)) as pair:
-        send, begun = pair.producer._send, list[OutboundRequest]()
+        send, begun = pair.producer.core.effects.send, list[OutboundRequest]()
 
         def slow(message: Message) -> None:
             if isinstance(message, Complete) and not completing.is_set():
@@ -423,8 +436,8 @@ def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.Monke
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
         wait_until(lambda: request.grant is not None and request.unsent == 0, "all pieces")
-        monkeypatch.setattr(pair.producer, "_send", slow)
-        monkeypatch.setattr(KVConsumer, "_retire", tell)
+        monkeypatch.setattr(pair.producer.core.effects, "send", slow)
+        monkeypatch.setattr(InboundControl, "_retire", tell)
         completer = threading.Thread(target=pair.producer.computed, args=(request, 7))
         beginner = threading.Thread(target=lambda: begun.append(begin(pair.producer, 20, "next")))
         completer.start()
@@ -439,15 +452,15 @@ def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.Monke
         pair.finish(pair.next_ready())
 
 
-def test_a_reference_asked_for_while_the_session_changes_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old session's shipper ends with the session, and must answer what it was handed before."""
-    connections, opening, asked, closed = list[Connection](), *(threading.Event() for _ in range(3))
+def test_a_reference_asked_for_while_the_session_changes_is_read() -> None:
+    """What has arrived needs the control channel alone."""
+    connections, opening, verified = list[Connection](), threading.Event(), threading.Event()
 
     def wrap(inner: Connection) -> Connection:
         connections.append(inner)
         if len(connections) == 2:
             opening.set()
-            assert asked.wait(PATIENCE_S)
+            assert verified.wait(PATIENCE_S)
         return inner
 
     with Pair(
@@ -458,43 +471,26 @@ def test_a_reference_asked_for_while_the_session_changes_is_read(monkeypatch: py
         arrived, begun = begin(pair.producer, 20, "arrived"), list[OutboundRequest]()
         ship(pair.producer, arrived)
         ready = pair.next_ready()
-        assert pair.producer._route is not None
-        old = pair.producer._route.shipper
-        put, close = old.put, old.close
-
-        def put_late(item: Piece | ReadReference) -> None:
-            asked.set()
-            closed.wait(0.3)  # as long as the session's change has to wait for this
-            put(item)
-
-        def tell_closed() -> None:
-            close()
-            closed.set()
-
-        monkeypatch.setattr(old, "put", put_late)
-        monkeypatch.setattr(old, "close", tell_closed)
         cut(pair)
         beginner = threading.Thread(target=lambda: begun.append(begin(pair.producer, 20, "next")))
         beginner.start()
         assert opening.wait(PATIENCE_S)
         pair.finish(ready)
+        verified.set()
         beginner.join()
         assert pair.producer.wait(arrived).text == "done"
         ship(pair.producer, begun[0])
         pair.finish(pair.next_ready())
 
 
-def test_pieces_that_come_after_the_end_cost_no_blocks() -> None:
+def test_pieces_that_come_after_the_end_of_the_connection_cost_no_blocks() -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)
         wait_until(lambda: request.grant is not None, "a grant")
-        route = pair.producer._route
-        assert route is not None
-        route.shipper.close()
+        cut(pair)
         ship(pair.producer, request)
-        with pytest.raises(TransferAborted, match="the session in which it was to be shipped has ended"):
+        with pytest.raises(PdtxError, match="connection"):
             pair.producer.wait(request)
-        route.connection.close()
         serve(pair)
 
 
@@ -504,7 +500,7 @@ def test_a_completion_is_for_the_peers_request_whatever_its_session() -> None:
         second: KVProducer = pair.connect()
         mine = begin(pair.producer, 20, "mine")
         received = pair.received("mine")
-        second._send(Complete(request_id="mine", first_token=1, num_tokens=20, nbytes=0))
+        second.core.effects.send(Complete(request_id="mine", first_token=1, num_tokens=20, nbytes=0))
         serve(pair)
         assert received.error is None
         ship(pair.producer, mine)

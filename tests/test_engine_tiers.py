@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pdtx.cache import KVCaches
-from pdtx.engine.inbound import InboundRequest, InboundState
+from pdtx.engine.inbound import InboundRequest
+from pdtx.engine.states import InboundState
 from pdtx.errors import ProtocolError, TransferError
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.protocol import Grant, Message
@@ -122,12 +123,12 @@ def test_a_prompt_that_is_all_cached_sends_nothing() -> None:
 
 def forge(pair: Pair, change: Callable[[Grant], Grant]) -> None:
     """Change what the consumer says of a grant, and nothing of what it expects."""
-    send = pair.consumer._send
+    send = pair.consumer.core.effects.send
 
-    def forged(session: Any, message: Message) -> None:  # noqa: ANN401 - a Session
-        send(session, change(message) if isinstance(message, Grant) else message)
+    def forged(peer: bytes, message: Message) -> None:
+        send(peer, change(message) if isinstance(message, Grant) else message)
 
-    pair.consumer._send = forged  # type: ignore[method-assign]
+    pair.consumer.core.effects.send = forged  # type: ignore[method-assign]
 
 
 def test_who_is_told_not_to_send_what_is_not_there_cannot_complete() -> None:

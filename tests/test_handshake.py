@@ -284,7 +284,9 @@ class Rogue:
 
     def ask(self, request_id: str = "r", tokens: int = 20) -> None:
         self.dialer.send(
-            TransferRequest(request_id=request_id, token_ids=list(range(tokens)), max_tokens=2, deadline_s=30.0)
+            TransferRequest(
+                request_id=request_id, num_tokens=tokens, token_ids=list(range(tokens)), max_tokens=2, deadline_s=30.0
+            )
         )
 
     def hear(self, kind: type[M]) -> M:
@@ -340,8 +342,8 @@ def test_reference_data_that_nobody_asked_for_is_not_heaped_up() -> None:
         for _ in range(50):
             rogue.dialer.send(Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=b"x"))
         layers_done(rogue)
-        wait_until(lambda: bool(pair.consumer._requests), "the request")
-        (request,) = pair.consumer._requests.values()
+        wait_until(lambda: bool(pair.consumer.core.requests), "the request")
+        (request,) = pair.consumer.core.requests.values()
         wait_until(lambda: pair.consumer.unknown_notices == LAYERS, "all that was sent before")
         assert request.references.qsize() == 1
 
@@ -361,8 +363,8 @@ def test_a_second_completion_is_ignored() -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request)
         ready = pair.next_ready()
-        pair.producer._send(Complete(request_id="r", first_token=1, num_tokens=20, nbytes=5))
-        pair.producer._send(Complete(request_id="r", first_token=7, num_tokens=20, nbytes=request.nbytes))
+        pair.producer.core.effects.send(Complete(request_id="r", first_token=1, num_tokens=20, nbytes=5))
+        pair.producer.core.effects.send(Complete(request_id="r", first_token=7, num_tokens=20, nbytes=request.nbytes))
         assert pair.consumer.next_ready(0.2) is None
         pair.finish(ready)
         assert pair.producer.wait(request).text == "done"

@@ -90,7 +90,7 @@ MESSAGES: list[Message] = [
         verify="reference",
     ),
     Reject(field="dtype", producer="bfloat16", consumer="float16", advice="use one"),
-    TransferRequest(request_id="r-1", token_ids=[1, 2, 3], max_tokens=4, deadline_s=5.0, ignore_eos=True),
+    TransferRequest(request_id="r-1", num_tokens=3, token_ids=[1, 2, 3], max_tokens=4, deadline_s=5.0, ignore_eos=True),
     Grant(
         request_id="r-1",
         groups=[GrantedBlocks(block_ids=[4, 0], generations=[1, 2]), GrantedBlocks(block_ids=[], generations=[])],

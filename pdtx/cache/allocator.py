@@ -113,10 +113,14 @@ class BlockAllocator:
 
     def unhold(self, blocks: Blocks) -> None:
         """End one hold on each of blocks."""
+        self.put_back(self.release_hold(blocks))
+
+    def release_hold(self, blocks: Blocks) -> Int64s:
+        """Do the first half of unhold(); return the ids to be put_back()."""
         with self._lock:
             self._holds[blocks.ids] -= 1
-            returning = blocks.ids[(self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]]
-        self.put_back(returning)
+            returning: Int64s = blocks.ids[(self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]]
+        return returning
 
     def put_back(self, ids: Int64s) -> None:
         """Do the second half of free(): let blocks that were retired be handed out again."""

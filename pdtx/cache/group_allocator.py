@@ -88,11 +88,18 @@ class GroupAllocator:
 
     def free(self, blocks: GroupBlocks) -> None:
         """Give blocks back, see BlockAllocator.free. Raises StaleBlocks before any is given back."""
+        self.put_back(self.retire(blocks))
+
+    def retire(self, blocks: GroupBlocks) -> tuple[Int64s, ...]:
+        """Do the first half of free(), see BlockAllocator.retire; return for each group the ids to be put_back()."""
         with self._lock:  # who holds them meanwhile gets hold of all or none
             self.check(blocks)
-            retired = [pool.retire(own) for pool, own in zip(self.pools, blocks.groups, strict=True)]
-        for pool, ids in zip(self.pools, retired, strict=True):
-            pool.put_back(ids)
+            return tuple(pool.retire(own) for pool, own in zip(self.pools, blocks.groups, strict=True))
+
+    def put_back(self, ids: Sequence[Int64s]) -> None:
+        """Do the second half of free(): let blocks of each group that were retired be handed out again."""
+        for pool, own in zip(self.pools, ids, strict=True):
+            pool.put_back(own)
 
     def hold(self, blocks: GroupBlocks) -> None:
         """Keep blocks out of the pools until unhold. Raises StaleBlocks if they are not in use."""
@@ -103,5 +110,8 @@ class GroupAllocator:
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""
-        for pool, own in zip(self.pools, blocks.groups, strict=True):
-            pool.unhold(own)
+        self.put_back(self.release_hold(blocks))
+
+    def release_hold(self, blocks: GroupBlocks) -> tuple[Int64s, ...]:
+        """Do the first half of unhold(); return for each group the ids to be put_back()."""
+        return tuple(pool.release_hold(own) for pool, own in zip(self.pools, blocks.groups, strict=True))

@@ -85,6 +85,7 @@ class ControlChannel:
         self._answer.put(error)
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Say goodbye. Idempotent."""
+        """Say goodbye; a handshake under way fails. Idempotent."""
+        self._answer.put(PeerLost(f"the channel to {self.address} was closed"))
         if self._dialer is not None:
             self._dialer.close(linger_s)

@@ -1,4 +1,4 @@
-"""The consumer's queue for blocks: what a request needs of each group, and who gets it first."""
+"""The consumer's queue for blocks: what a request needs of each group, and which one gets it first."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest, align: int = 1)
 
     align: positions of which the first that has a block is a multiple: a tier loads whole blocks of its own.
     """
-    prompt = len(ask.token_ids)
+    prompt = ask.num_tokens
     needs = list[GroupNeed]()
     for group in groups:
         positions = group.positions(prompt)
@@ -25,11 +25,14 @@ def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest, align: int = 1)
 
 
 class GrantQueue:
-    """Requests that wait for blocks, first come first served. Called under the consumer's lock."""
+    """Requests that wait for blocks, first come first served. Used by the consumer's control thread alone."""
 
     def __init__(self, groups: Sequence[CacheGroup], allocator: GroupAllocator) -> None:
         self._groups, self._allocator = groups, allocator
-        self._waiting: list[InboundRequest] = []
+        self._waiting: dict[InboundRequest, None] = {}  # in order, and quick to leave for thousands at once
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def impossible(self, needs: Sequence[GroupNeed]) -> str | None:
         """Say why a request can never be granted, if it cannot."""
@@ -43,23 +46,23 @@ class GrantQueue:
 
     def add(self, request: InboundRequest) -> None:
         """Queue a request."""
-        self._waiting.append(request)
+        self._waiting[request] = None
 
     def remove(self, request: InboundRequest) -> None:
         """Take a request out, if it waits."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+        self._waiting.pop(request, None)
 
     def next(self) -> InboundRequest | None:
         """Return the first waiting request with blocks in all groups, if there are enough; none of them otherwise."""
-        if not self._waiting:
+        request = next(iter(self._waiting), None)
+        if request is None:
             return None
-        request = self._waiting[0]
         try:
             request.take(self._allocator.allocate([len(need.blocks) for need in request.needs]))
         except OutOfBlocks:
             return None
-        return self._waiting.pop(0)
+        del self._waiting[request]
+        return request
 
 
 def granted_blocks(request: InboundRequest) -> list[GrantedBlocks]:

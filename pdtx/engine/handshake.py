@@ -43,10 +43,13 @@ def choose_endpoint(welcome: Welcome, mover: str) -> DataEndpoint:
 # -- the consumer ------------------------------------------------------------------------------------------------------
 
 
-def open_session(peer: bytes, hello: Hello, consumer: CacheFacts) -> Session:
-    """Return a new session for a producer. Raises IncompatiblePeer or ProtocolError, see match_caches and facts_of."""
+def check_hello(hello: Hello) -> None:
+    """Raise IncompatiblePeer for a producer of another version."""
     _require_version(hello.protocol, PROTOCOL_VERSION)
-    match = match_caches(facts_of(hello.cache), consumer)
+
+
+def new_session(peer: bytes, hello: Hello, match: Match) -> Session:
+    """Return a new session for a producer. match: of its cache, see match_caches and facts_of."""
     return Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), match)
 
 

@@ -3,18 +3,19 @@
 import queue
 import time
 from dataclasses import dataclass, field
-from enum import Enum
 
 from pdtx.cache import GroupBlocks
-from pdtx.engine.arrivals import Arrivals
+from pdtx.engine.landing import Landing
 from pdtx.engine.matching import Match
+from pdtx.engine.owner import ControlThread, Owned
+from pdtx.engine.states import InboundState, check_transition
 from pdtx.errors import PdtxError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Reference, TransferRequest
 from pdtx.tiers.prefix import Fetched
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Session:
     """One producer: its side-channel address, data token, and how its cache matches this one."""
 
@@ -23,16 +24,6 @@ class Session:
     engine_id: str
     token: bytes = field(repr=False)
     match: Match = field(repr=False)
-
-
-class InboundState(Enum):
-    """What a request waits for, in words that fit an error message."""
-
-    QUEUED = "free blocks"
-    LOADING = "this node's tiers"
-    RECEIVING = "payload"
-    READY = "the decoder"
-    ENDED = "nothing"
 
 
 @dataclass(frozen=True)
@@ -48,30 +39,32 @@ class GroupNeed:
     granted: range
 
 
-@dataclass
-class InboundRequest:
-    """One request on its way in. Changed only under the consumer's lock, but for what the decode loop owns.
+@dataclass(eq=False)
+class InboundRequest(Owned):
+    """One request on its way in. Changed by the consumer's control thread alone; anybody may read it.
 
     needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
+    landing: what payloads may write, and what has arrived.
     fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
+    error: why it failed, once it has.
     """
 
     session: Session
     ask: TransferRequest
     needs: tuple[GroupNeed, ...]
-    arrivals: Arrivals
+    landing: Landing
     deadline: float
     begun: float = field(default_factory=time.monotonic)
     blocks: GroupBlocks | None = None
     tables: tuple[Int64s, ...] = ()
     state: InboundState = InboundState.QUEUED
     fetched: Fetched = field(default_factory=Fetched)
-    received_bytes: int = 0
-    received_runs: int = 0
     noticed_bytes: int = 0
     complete: Complete | None = None
+    verified: bool = False
     error: PdtxError | None = None
     references: "queue.Queue[Reference | PdtxError]" = field(default_factory=queue.Queue)
+    owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
 
     @property
     def request_id(self) -> str:
@@ -81,12 +74,32 @@ class InboundRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self.ask.token_ids)
+        return self.ask.num_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known how the request ended; its blocks may still be written."""
+        return self.state in (InboundState.DRAINING, InboundState.ENDED)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of payloads that have arrived."""
+        return self.landing.received_bytes
+
+    @property
+    def received_runs(self) -> int:
+        """Runs that payloads were placed as."""
+        return self.landing.received_runs
 
     def take(self, blocks: GroupBlocks) -> None:
         """Fill the block tables with blocks, which are as many as needs say."""
         self.blocks = blocks
         self.tables = blocks.tables([need.blocks for need in self.needs])
+
+    def go(self, state: InboundState) -> None:
+        """Change the state. Raises IllegalTransition."""
+        check_transition(self.request_id, self.state, state)
+        self.state = state
 
     def granted(self, group: int) -> Int64s:
         """A group's block table as far as the producer may write it, the null block where it may not."""
@@ -94,8 +107,8 @@ class InboundRequest:
 
     def missing(self) -> str | None:
         """Say what has not arrived, see Arrivals."""
-        return self.arrivals.missing()
+        return self.landing.missing()
 
     def lacking(self) -> str:
-        """Say what it waits for: payloads, notices of them, or the last word."""
-        return self.missing() or self.arrivals.unnoticed() or "all has arrived, but not the word that it is complete"
+        """Say what it waits for: payloads, notices of them, or the completion."""
+        return self.missing() or self.landing.unnoticed() or "all has arrived, but not the notice that it is complete"

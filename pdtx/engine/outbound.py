@@ -8,32 +8,52 @@ import torch
 
 from pdtx.cache import CacheGroup, GroupBlocks
 from pdtx.engine.matching import BufferMatch
+from pdtx.engine.owner import ControlThread, Owned
 from pdtx.engine.picking import Picks
+from pdtx.engine.route import Route
+from pdtx.engine.states import OutboundState, check_transition
 from pdtx.engine.timing import Interval, TransferTimes
-from pdtx.errors import PdtxError
+from pdtx.errors import CacheError, PdtxError
 from pdtx.parallel import RankTransfer
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import Finished, Grant
-from pdtx.transports import TransferKey
+from pdtx.protocol import Finished, Grant, TransferRequest
+from pdtx.transports import TransferHandle, TransferKey
 from pdtx.units import ceil_div
 
-_MOST_NAMED = 16
+MAX_NAMED_BLOCKS = 16
 """Blocks that one message names."""
 
 
-@dataclass
-class OutboundRequest:
-    """One request on its way out. Everything below `deadline` belongs to the producer.
+@dataclass(frozen=True)
+class ReadySlice:
+    """What a model has computed: tokens start..stop of one layer of a buffer. fence: returns once it is written."""
 
-    tables: a block table for each of the producer's groups, int64, on the cache's device, 0 where there is no block.
+    buffer: int
+    layer: int
+    start: int
+    stop: int
+    fence: Callable[[], None]
+
+
+@dataclass(eq=False)
+class OutboundRequest(Owned):
+    """One request on its way out. Changed by the producer's control thread alone; anybody may read it.
+
+    token_ids: of the prompt; empty where the caller has named their number only.
+    blocks: None until they are taken. tables: a block table for each of the producer's groups, int64, on the cache's
+    device, 0 where there is no block.
     deadline: time.monotonic() by which the consumer must have finished it.
+    error: why it failed, finished: how it ended well; one of them is set once it has an outcome.
     """
 
     request_id: str
-    token_ids: Sequence[int]
-    blocks: GroupBlocks
-    tables: tuple[torch.Tensor, ...]
+    num_tokens: int
     deadline: float
+    token_ids: Sequence[int] = ()
+    max_tokens: int = 0
+    ignore_eos: bool = False
+    blocks: GroupBlocks | None = None
+    tables: tuple[torch.Tensor, ...] = ()
     sources: tuple[Int64s, ...] = ()  # the tables, for plans
     destinations: tuple[Int64s, ...] = ()  # the granted tables, for each of the consumer's groups
     begun: float = field(default_factory=time.monotonic)
@@ -42,37 +62,80 @@ class OutboundRequest:
     grant: Grant | None = None
     finished: Finished | None = None
     error: PdtxError | None = None
-    waiting: list["Piece"] = field(default_factory=list)  # until the grant comes
+    waiting: list[ReadySlice] = field(default_factory=list)  # until the grant comes
     unsent: int = 0  # pieces that are computed and not acknowledged
-    sending: dict[TransferKey, None] = field(default_factory=dict)  # those of them that the mover has, in order
+    posted: dict[TransferKey, TransferHandle] = field(default_factory=dict)  # those of them that the transport has
+    reading: int = 0  # readers of its blocks beside transfers: reference data for the consumer
     nbytes: int = 0
     num_runs: int = 0
     picks: Picks = field(default_factory=Picks)
     prepare: float = 0.0
     posts: list[Interval] = field(default_factory=list)
     moves: list[Interval] = field(default_factory=list)
-    released: bool = False
-    completed: bool = False
+    state: OutboundState = OutboundState.NEW
+    returned: bool = False  # whether its blocks were given back
+    owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.token_ids)
+    def own_blocks(self) -> GroupBlocks:
+        """Its blocks. Raises CacheError for a request that has none yet."""
+        if self.blocks is None:
+            raise CacheError(f"request {self.request_id} has no blocks")
+        return self.blocks
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether it is known how the request ended; its blocks may still be read."""
+        return self.error is not None or self.finished is not None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all of it has been computed."""
+        return self.computed == self.computed
+
+    @property
+    def completed(self) -> bool:
+        """Whether all of it has been delivered."""
+        return self.state in (OutboundState.COMPLETED, OutboundState.RELEASED) or self.finished is not None
+
+    @property
+    def phase(self) -> str:
+        """What it waits for, for messages."""
+        released = self.state is OutboundState.RELEASED
+        return (OutboundState.COMPLETED if released else self.state).value
 
     @property
     def times(self) -> TransferTimes:
         """How long the transfers took so far."""
         return TransferTimes.of(self.prepare, self.posts, self.moves, self.computed)
 
+    def ask(self) -> TransferRequest:
+        """Return the message that asks the consumer for a grant."""
+        return TransferRequest(
+            request_id=self.request_id,
+            num_tokens=self.num_tokens,
+            token_ids=list(self.token_ids),
+            max_tokens=self.max_tokens,
+            deadline_s=max(0.0, self.deadline - time.monotonic()),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def go(self, state: OutboundState) -> None:
+        """Change the state. Raises IllegalTransition."""
+        check_transition(self.request_id, self.state, state)
+        self.state = state
+
 
 @dataclass(frozen=True)
 class Piece:
     """A part of a request that is computed: what goes from one rank to another, of the consumer's layers at positions.
 
+    route: the session's, which matches the caches and has the data connection.
     fence: returns once the device has really written it.
     """
 
     request: OutboundRequest
+    route: Route
     match: BufferMatch
     move: RankTransfer
     layers: range
@@ -80,18 +143,19 @@ class Piece:
     fence: Callable[[], None]
 
     def uncached(self, group: CacheGroup, cached_tokens: int) -> "Piece | None":
-        """Return the part that who has the first cached_tokens lacks, if there is any. group: the producer's."""
+        """Return the part that a consumer lacks that has the first cached_tokens, if any. group: the producer's."""
         positions = group.uncached(self.positions, cached_tokens)
         return replace(self, positions=positions) if positions else None
 
     @property
     def key(self) -> TransferKey:
-        """What the mover and the consumer call it."""
+        """What the transport and the consumer call it."""
         return self.match.key(self.request.request_id, self.move, self.layers, self.positions)
 
     def __str__(self) -> str:
         size = self.match.producer.layout.block_size
         table = self.request.sources[self.match.producer_group]
         blocks = table[self.positions.start // size : ceil_div(self.positions.stop, size)].tolist()
-        named = ", ".join(map(str, blocks[:_MOST_NAMED])) + (", ..." if len(blocks) > _MOST_NAMED else "")
+        more = ", ..." if len(blocks) > MAX_NAMED_BLOCKS else ""
+        named = ", ".join(map(str, blocks[:MAX_NAMED_BLOCKS])) + more
         return f"{self.key}, {len(blocks)} blocks of rank {self.move.src_rank} ({named})"

@@ -17,8 +17,7 @@ from pdtx.engine.control import ControlChannel
 from pdtx.engine.describe import facts_of
 from pdtx.engine.matching import match_caches
 from pdtx.engine.peer_loads import PeerLease, Piece, Way
-from pdtx.engine.registering import register_cache
-from pdtx.engine.shipping import regions_of
+from pdtx.engine.registering import regions_of, register_cache
 from pdtx.errors import (
     DeadlineExceeded,
     IncompatiblePeer,

@@ -4,11 +4,15 @@ import logging
 from dataclasses import dataclass
 
 from pdtx.cache import KVCaches
-from pdtx.engine.shipping import regions_of
-from pdtx.transports import Mover
+from pdtx.transports import Mover, Region
 from pdtx.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
+
+
+def regions_of(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
+    """Return the memory of a cache as transports take it: for each buffer, for each rank."""
+    return tuple(tuple(Region(rank.memory) for rank in buffer.ranks) for buffer in cache.buffers)
 
 
 @dataclass(frozen=True)

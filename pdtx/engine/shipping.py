@@ -1,135 +1,146 @@
-"""The producer's shipper: one thread plans what has been computed and hands it to the mover."""
+"""The producer's shipper: one thread plans what has been computed and hands it to the transport."""
 
-import contextlib
 import logging
 import queue
 import threading
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdtx.cache import KVCaches
-from pdtx.engine.matching import Match
 from pdtx.engine.outbound import OutboundRequest, Piece
-from pdtx.engine.picking import ModePicker
-from pdtx.errors import PdtxError, ProtocolError, TransferAborted, TransferError
-from pdtx.plan import Mode, PlanCache
+from pdtx.engine.registering import regions_of
+from pdtx.engine.route import Route
+from pdtx.errors import PdtxError, ProtocolError, TransferError
+from pdtx.plan import Choice, Mode, PlanCache
 from pdtx.protocol import ReadReference, Reference
-from pdtx.transports import Connection, Region, TransferHandle, TransferKey
+from pdtx.transports import TransferHandle
 
 logger = logging.getLogger(__name__)
 
+PROBE_S = 2.0
+"""How long a connection may take to show that it is alive."""
 
-def regions_of(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
-    """Return the memory of a cache as movers take it: for each buffer, for each rank."""
-    return tuple(tuple(Region(rank.memory) for rank in buffer.ranks) for buffer in cache.buffers)
+
+@dataclass(frozen=True)
+class Posted:
+    """A piece that the transport has. seconds: of planning and handing over."""
+
+    piece: Piece
+    handle: TransferHandle
+    choice: Choice
+    num_runs: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Reference data that the consumer wants to compare with; the request's blocks stay until it has been answered."""
+
+    request: OutboundRequest
+    route: Route
+    ask: ReadReference
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A notice over a connection, behind a transfer that was cut off."""
+
+    route: Route
+
+
+Item = Piece | Asked | Probe
 
 
 class ShippingEvents(Protocol):
-    """What a shipper tells the producer, from its own thread and the mover's."""
+    """What a shipper reports, from its own thread: post what is to be done about it."""
 
-    def on_sending(self, request: OutboundRequest, key: TransferKey) -> None:
-        """Learn that a piece is handed to the mover."""
-
-    def on_sent(self, piece: Piece, handle: TransferHandle) -> None:
-        """Learn that a piece has ended, well or not."""
+    def on_posted(self, posted: Posted) -> None:
+        """Learn that a piece is at the transport; its end is reported by its handle."""
 
     def on_dropped(self, piece: Piece, error: PdtxError | None) -> None:
         """Learn that a piece will not be sent: because of error, or because its request has ended before."""
 
-    def find(self, request_id: str) -> OutboundRequest | None:
-        """Return a request that has not ended."""
+    def on_read(self, asked: Asked, answer: Reference | PdtxError) -> None:
+        """Take reference data for the consumer, or why it cannot be given."""
 
-    def on_read(self, answer: Reference) -> None:
-        """Take reference data for the consumer. Raises ProtocolError if it cannot be sent."""
-
-    def on_not_answered(self, ask: ReadReference, error: PdtxError) -> None:
-        """Learn that reference data cannot be given."""
+    def on_probed(self, route: Route, error: PdtxError | None) -> None:
+        """Learn whether a connection is alive."""
 
 
 class Shipper:
-    """Ships pieces and reads reference data, in the order of the puts. modes: picks how each piece moves."""
+    """Ships pieces and reads reference data, in the order in which they were put. It lives as long as its producer."""
 
-    def __init__(
-        self, cache: KVCaches, match: Match, connection: Connection, events: ShippingEvents, modes: ModePicker
-    ) -> None:
-        self._cache, self._match, self._connection, self._events = cache, match, connection, events
-        self._regions, self._modes, self._plans = regions_of(cache), modes, PlanCache()
-        self._work: queue.SimpleQueue[Piece | ReadReference | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
-        self._closed = False
+    def __init__(self, cache: KVCaches, events: ShippingEvents) -> None:
+        self._cache, self._events = cache, events
+        self._regions, self._plans = regions_of(cache), PlanCache()
+        self._work: queue.SimpleQueue[Item | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
         self._thread = threading.Thread(target=self._run, name="pdtx-shipper", daemon=True)
         self._thread.start()
 
-    def put(self, item: Piece | ReadReference) -> None:
-        """Ship a piece of a request that is granted, or read what the consumer asks for; returns at once."""
+    def put(self, item: Item) -> None:
+        """Ship a piece of a granted request, read reference data, or probe a connection; returns at once."""
         self._work.put(item)
-        if self._closed:
-            self._drop_rest()
 
     def close(self) -> None:
-        """Stop after what was put so far. What comes later is dropped. Idempotent."""
+        """Stop after what was put so far; nothing may be put later. Idempotent."""
         self._work.put(None)
         self._thread.join()
-        self._closed = True
-        self._drop_rest()
-
-    def _drop_rest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (item := self._work.get_nowait()) is not None:
-                    self._not_shipped(item, TransferAborted("the session in which it was to be shipped has ended"))
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
             try:
-                if isinstance(item, ReadReference):
-                    self._events.on_read(self._read(item))
-                else:
-                    self._post(item)
+                self._do(item)
             except PdtxError as error:
-                self._not_shipped(item, error)
+                self._failed(item, error)
             except Exception as error:
                 # A device that failed must not leave the other requests without their shipper.
                 logger.exception("shipping failed")
                 reason = " ".join(str(error).split())
-                self._not_shipped(item, TransferError(f"shipping failed: {type(error).__name__}: {reason}"))
+                self._failed(item, TransferError(f"shipping failed: {type(error).__name__}: {reason}"))
 
-    def _not_shipped(self, item: Piece | ReadReference, error: PdtxError) -> None:
+    def _do(self, item: Item) -> None:
+        if isinstance(item, Asked):
+            self._events.on_read(item, self._read(item))
+        elif isinstance(item, Probe):
+            self._probe(item.route)
+        elif item.request.has_outcome:
+            self._events.on_dropped(item, None)
+        else:
+            self._events.on_posted(self._post(item))
+
+    def _failed(self, item: Item, error: PdtxError) -> None:
         if isinstance(item, Piece):
             self._events.on_dropped(item, error)
+        elif isinstance(item, Asked):
+            self._events.on_read(item, error)
         else:
-            self._events.on_not_answered(item, error)
+            self._events.on_probed(item.route, error)
 
-    def _post(self, piece: Piece) -> None:
-        request, match, move = piece.request, piece.match, piece.move
-        if request.error is not None or request.grant is None:
-            self._events.on_dropped(piece, None)
-            return
+    def _probe(self, route: Route) -> None:
+        handle = route.connection.notify(b"", time.monotonic() + PROBE_S)
+        handle.on_end(lambda ended: self._events.on_probed(route, ended.error))
+
+    def _post(self, piece: Piece) -> Posted:
         began = time.monotonic()
+        request, match, move = piece.request, piece.match, piece.move
         here = match.source(request.sources[match.producer_group])
         there = match.destination(request.destinations[match.group])
         plan = match.plan(move, here, there, piece.layers, piece.positions, plans=self._plans)
-        choice = self._modes.pick(plan)
-        request.picks.add(choice)
-        request.num_runs += plan.num_runs
-        request.nbytes += plan.nbytes
-        request.prepare += time.monotonic() - began
+        choice = piece.route.modes.pick(plan)
+        planned = time.monotonic() - began
         piece.fence()
-        key = piece.key
-        region = self._regions[match.producer_index][move.src_rank]
         began = time.monotonic()
-        self._events.on_sending(request, key)
-        handle = self._connection.put(
-            key, region, plan.to_move, request.deadline, staged=choice.mode is Mode.STAGED
-        )  # fmt: skip
-        request.prepare += time.monotonic() - began
-        handle.on_end(lambda ended: self._events.on_sent(piece, ended))
+        region = self._regions[match.producer_index][move.src_rank]
+        staged = choice.mode is Mode.STAGED
+        handle = piece.route.connection.put(piece.key, region, plan.to_move, request.deadline, staged=staged)
+        seconds = planned + time.monotonic() - began
+        return Posted(piece, handle, choice, plan.num_runs, plan.nbytes, seconds)
 
-    def _read(self, ask: ReadReference) -> Reference:
+    def _read(self, asked: Asked) -> Reference:
         """Read what the consumer wants to compare with. Raises ProtocolError if it is not a part of the request."""
-        request = self._events.find(ask.request_id)
-        if request is None or request.released:
-            raise ProtocolError(f"request {ask.request_id} is not here any more")
-        matches = self._match.buffers
+        ask, request, matches = asked.ask, asked.request, asked.route.match.buffers
         if ask.buffer >= len(matches) or ask.layer >= len(matches[ask.buffer].layers):
             raise ProtocolError(f"buffer {ask.buffer} layer {ask.layer} is not one that is sent")
         match = matches[ask.buffer]

@@ -15,8 +15,7 @@ from pdtx.address import join_address, parse_address
 from pdtx.engine.describe import facts_of
 from pdtx.engine.handshake import make_reject
 from pdtx.engine.matching import BufferMatch, Match, match_caches
-from pdtx.engine.registering import register_cache
-from pdtx.engine.shipping import regions_of
+from pdtx.engine.registering import regions_of, register_cache
 from pdtx.errors import AuthenticationFailed, IncompatiblePeer, PdtxError, ProtocolError, TransferRefused
 from pdtx.plan import STATE, PlanCache
 from pdtx.plan.runs import Int64s

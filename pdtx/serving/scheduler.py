@@ -200,7 +200,7 @@ class PrefillScheduler:
             logger.warning("request %s has no keys: %s", request.request_id, error)
             return
         active.first = [0] * len(request.sources)
-        active.prompt = Request(keys, request.sources, request.blocks, self.producer)
+        active.prompt = Request(keys, request.sources, request.own_blocks, self.producer)
         if not self.computer.resumes:
             return  # a model that must compute a prompt in one piece has no use for a part of it; peers may have
         active.loading = self._loaders.submit(

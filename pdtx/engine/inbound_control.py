@@ -1,0 +1,436 @@
+"""What the consumer's control thread does: sessions, the grant queue, the turn of the blocks, and requests' lives."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches
+from pdtx.engine.arrivals import Arrivals, Notice
+from pdtx.engine.describe import CacheFacts, facts_of
+from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
+from pdtx.engine.handshake import check_hello, new_session
+from pdtx.engine.inbound import InboundRequest, Session
+from pdtx.engine.landing import Landing
+from pdtx.engine.matching import Match, match_caches
+from pdtx.engine.owner import ControlThread
+from pdtx.engine.receiving import PayloadReceiver
+from pdtx.engine.states import InboundState
+from pdtx.errors import (
+    DeadlineExceeded,
+    PdtxError,
+    PeerLost,
+    TransferAborted,
+    TransferError,
+    VerificationError,
+)
+from pdtx.plan.runs import Int64s
+from pdtx.protocol import (
+    Bye,
+    CacheDescription,
+    Complete,
+    Failure,
+    Finished,
+    Grant,
+    Hello,
+    LayerDone,
+    Message,
+    Reference,
+    Refuse,
+    Release,
+    TransferRequest,
+)
+from pdtx.tiers.prefix import Fetched
+from pdtx.transports import TransferKey
+
+logger = logging.getLogger(__name__)
+
+_MATCHES_KEPT = 16
+"""Descriptions of producers' caches whose match is remembered, so that hellos cost little."""
+
+
+class InboundEffects(Protocol):
+    """What the control of a consumer brings about. None of these blocks."""
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Send a producer a message."""
+
+    def post(self, event: Callable[[], object]) -> None:
+        """Have an event of the control thread run later; from any thread."""
+
+    def load(self, request: InboundRequest) -> bool:
+        """Begin to load what this node's tiers have of a prompt; False if there are none. on_loaded() follows."""
+
+    def scrub(self, ids: Sequence[Int64s]) -> None:
+        """Fill blocks of each group with poison; on_scrubbed() follows."""
+
+    def ready(self, request: InboundRequest) -> None:
+        """Hand out a request of which all has arrived."""
+
+
+class InboundControl:
+    """The consumer's sessions and requests. Every method is an event of the control thread, and none blocks.
+
+    align: see needs_of(). scrubs: whether blocks are filled with poison before they are granted again.
+    """
+
+    def __init__(
+        self,
+        cache: KVCaches,
+        facts: CacheFacts,
+        allocator: GroupAllocator,
+        receiver: PayloadReceiver,
+        effects: InboundEffects,
+        *,
+        align: int,
+        max_deadline_s: float,
+        scrubs: bool,
+    ) -> None:
+        self.cache, self.allocator, self.receiver, self.effects = cache, allocator, receiver, effects
+        self._facts, self._align, self._max_deadline_s, self._scrubs = facts, align, max_deadline_s, scrubs
+        self.sessions: dict[str, Session] = {}
+        self.requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id); not ended
+        self.draining: dict[InboundRequest, None] = {}  # ended, and payloads may still be written into their blocks
+        self.queue = GrantQueue(cache.groups, allocator)
+        self.closing: PdtxError | None = None
+        self.num_ended = self.num_failed = self.num_expired = 0  # ended; of those failed; of those by their deadline
+        self.duplicate_notices = 0  # deliveries that were reported more than once
+        self.unknown_notices = 0  # deliveries that were reported, of which nothing is here
+        self.owner: ControlThread | None = None  # of new requests
+        self._matches: dict[bytes, Match] = {}
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def on_hello(self, peer: bytes, hello: Hello, welcome: Callable[[Session], Message]) -> None:
+        """Open a session for a producer; the one it had before has ended. Raises IncompatiblePeer or ProtocolError."""
+        check_hello(hello)
+        session = new_session(peer, hello, self._match(hello.cache))
+        self._retire(peer)
+        if session.match.not_sent:
+            logger.warning("%s has %s, not sent here", session.engine_id, session.match.not_sent_text)
+        self.sessions[session.session_id] = session
+        self.receiver.add_session(session.session_id, session.token)
+        self.effects.send(peer, welcome(session))
+
+    def _match(self, description: CacheDescription) -> Match:
+        key = msgspec.msgpack.encode(description)
+        found = self._matches.get(key)
+        if found is None:
+            found = match_caches(facts_of(description), self._facts)
+            while len(self._matches) >= _MATCHES_KEPT:
+                del self._matches[next(iter(self._matches))]
+            self._matches[key] = found
+        return found
+
+    def _drop_sessions(self, peer: bytes) -> list[Session]:
+        gone = [session for session in self.sessions.values() if session.peer == peer]
+        for session in gone:
+            del self.sessions[session.session_id]
+            self.receiver.drop_session(session.session_id)
+        return gone
+
+    def _retire(self, peer: bytes) -> None:
+        """End a peer's session because it asks for another one: nothing can come over its data connection any more.
+
+        What has all arrived does not need it and goes on.
+        """
+        for session in self._drop_sessions(peer):
+            lost = PeerLost(f"{session.engine_id} opened another session")
+            self.end_where(lambda request, of=session: request.session is of and not _arrived(request), lost)  # type: ignore[misc]
+
+    def on_lost(self, peer: bytes, reason: str) -> None:
+        """A producer's control channel has ended, and with it all its requests."""
+        for session in self._drop_sessions(peer):
+            lost = PeerLost(f"lost {session.engine_id}: {reason}")
+            self.end_where(lambda request, of=session: request.session is of, lost)  # type: ignore[misc]
+
+    def on_connection_closed(self, session_id: str, reason: str) -> None:
+        """Fail what a producer had under way when its data connection ended.
+
+        What has all arrived waits for the completion, which comes over the control channel.
+        """
+
+        def is_cut(request: InboundRequest) -> bool:
+            ours = request.session.session_id == session_id and request.state is InboundState.RECEIVING
+            return ours and request.missing() is not None
+
+        self.end_where(is_cut, PeerLost(f"the data connection ended: {reason}"), tell=True)
+
+    # -- a request's life ---------------------------------------------------------------------------------------------
+
+    def on_request(self, session: Session, ask: TransferRequest) -> None:
+        """Queue a request for blocks, or refuse it."""
+        needs = needs_of(self.cache.groups, ask, self._align)
+        problem = self._problem(session, ask) or self.queue.impossible(needs)
+        if problem is not None:
+            self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=problem))
+            return
+        matches = session.match.buffers
+        arrivals = Arrivals(matches, [needs[match.group].positions for match in matches])  # unless tiers have some
+        deadline = time.monotonic() + min(ask.deadline_s, self._max_deadline_s)
+        request = InboundRequest(session, ask, needs, Landing(arrivals), deadline, owner=self.owner)
+        self.requests[session.peer, ask.request_id] = request
+        self.queue.add(request)
+        self.grant_queued()
+
+    def _problem(self, session: Session, ask: TransferRequest) -> str | None:
+        """Say what is wrong with a request, if anything."""
+        if self.closing is not None:
+            return str(self.closing)
+        if not ask.num_tokens:
+            return "the prompt has no tokens"
+        if (session.peer, ask.request_id) in self.requests:
+            return f"request id {ask.request_id} is in use"
+        return None
+
+    def grant_queued(self) -> None:
+        """Grant blocks to waiting requests, first come first served, as long as there are enough in every group."""
+        while self.closing is None and (request := self.queue.next()) is not None:
+            request.go(InboundState.LOADING)
+            if not self.effects.load(request):
+                self._grant(request, Fetched())
+
+    def on_loaded(self, request: InboundRequest, fetched: Fetched | PdtxError) -> None:
+        """What the tiers have of a prompt is in its blocks; or they may still write into them, which fails it."""
+        if isinstance(fetched, PdtxError):
+            self.end(request, fetched)
+            self.grant_queued()
+        elif request.state is InboundState.LOADING:
+            self._grant(request, fetched)
+
+    def _grant(self, request: InboundRequest, fetched: Fetched) -> None:
+        """Tell the producer which blocks to write, and what of the prompt it need not send."""
+        request.fetched = fetched
+        matches, groups = request.session.match.buffers, self.cache.groups
+        positions = [
+            groups[match.group].uncached(request.needs[match.group].positions, fetched.num_tokens) for match in matches
+        ]
+        tables = tuple(request.granted(group) for group in range(len(groups)))
+        request.landing.open(Arrivals(matches, positions), tables, request.deadline)
+        self.receiver.grant(request.session.session_id, request.request_id, request.landing)
+        request.go(InboundState.RECEIVING)
+        grant = Grant(
+            request_id=request.request_id,
+            groups=granted_blocks(request),
+            deadline_s=max(0.0, request.deadline - time.monotonic()),
+            cached_tokens=fetched.num_tokens,
+        )
+        self.effects.send(request.session.peer, grant)
+
+    def take(self, request: InboundRequest) -> bool:
+        """Hold a ready request's blocks for the decoder; False if it has ended meanwhile."""
+        if request.has_ended or request.blocks is None:
+            return False
+        self.allocator.hold(request.blocks)
+        return True
+
+    def unhold(self, blocks: GroupBlocks) -> None:
+        """End one hold on each of blocks."""
+        self._put_back(self.allocator.release_hold(blocks))
+        self.grant_queued()
+
+    def release(self, request: InboundRequest) -> None:
+        """Tell the producer that its blocks are not needed any more."""
+        self.effects.send(request.session.peer, Release(request_id=request.request_id))
+
+    def note_verified(self, request: InboundRequest) -> None:
+        """Every element of a request is the producer's."""
+        request.verified = True
+
+    def finish(self, request: InboundRequest, finished: Finished) -> None:
+        """End a request well, and tell the producer how."""
+        if self.end(request, None):
+            self.effects.send(request.session.peer, finished)
+        self.grant_queued()
+
+    def fail(self, request: InboundRequest, error: PdtxError, *, tell: bool = True) -> None:
+        """End a request as failed."""
+        self.end(request, error, tell=tell)
+        self.grant_queued()
+
+    def cancel(self, request: InboundRequest, reason: str) -> None:
+        """End a request because this node does not want it any more."""
+        self.fail(request, TransferAborted(f"request {request.request_id} was cancelled: {reason}"))
+
+    def end_where(self, which: Callable[[InboundRequest], bool], error: PdtxError, *, tell: bool = False) -> None:
+        """End all requests of a kind as failed: all of them leave the queue before any of their blocks are granted."""
+        for request in [request for request in self.requests.values() if which(request)]:
+            self.end(request, error, tell=tell)
+        self.grant_queued()
+
+    def end(self, request: InboundRequest, error: PdtxError | None, *, tell: bool = True) -> bool:
+        """End a request; False if it had ended before. Its blocks follow when nothing can be written into them.
+
+        Callers go on with grant_queued(): also a request that only waited may have stood before others that fit.
+        """
+        if request.has_ended:
+            return False
+        phase, request.error = request.state.value, error
+        self.num_ended += 1
+        self.num_failed += error is not None
+        self.num_expired += isinstance(error, DeadlineExceeded)
+        self.requests.pop((request.session.peer, request.request_id), None)
+        self.queue.remove(request)
+        request.go(InboundState.DRAINING)
+        self.draining[request] = None
+        self.receiver.withdraw(request.session.session_id, request.request_id, request.landing)
+        is_idle = request.landing.close(partial(self.effects.post, partial(self._on_idle, request)))
+        request.references.put(error or PeerLost("the request has ended"))
+        if error is not None:
+            self._report(request, error, phase, tell=tell)
+        if is_idle:
+            self._return_blocks(request)
+        return True
+
+    def _report(self, request: InboundRequest, error: PdtxError, phase: str, *, tell: bool) -> None:
+        peer, extra = request.session.engine_id, {"request_id": request.request_id}
+        logger.warning("request %s from %s failed: %s", request.request_id, peer, error, extra=extra)
+        if not tell:
+            return
+        wrong = None
+        if isinstance(error, VerificationError):
+            phase, wrong = "verification", error.wrong
+        failure = Failure(request_id=request.request_id, phase=phase, reason=str(error)[:1000], wrong=wrong)
+        self.effects.send(request.session.peer, failure)
+
+    def _on_idle(self, request: InboundRequest) -> None:
+        self._return_blocks(request)
+        self.grant_queued()
+
+    def _return_blocks(self, request: InboundRequest) -> None:
+        """Nothing is written into an ended request's blocks any more: they return, but for those that others hold."""
+        request.go(InboundState.ENDED)
+        self.draining.pop(request, None)
+        if request.blocks is not None:
+            self._put_back(self.allocator.retire(request.blocks))
+
+    def _put_back(self, ids: Sequence[Int64s]) -> None:
+        """Let blocks be granted again, after they have been filled with poison where that is asked for."""
+        if not any(map(len, ids)):
+            return
+        if self._scrubs:
+            self.effects.scrub(ids)
+        else:
+            self.allocator.put_back(ids)
+
+    def on_scrubbed(self, ids: Sequence[Int64s]) -> None:
+        """Blocks are full of poison."""
+        self.allocator.put_back(ids)
+        self.grant_queued()
+
+    def tick(self, now: float) -> bool:
+        """Fail requests whose deadline has passed; whether there are others."""
+        late = [request for request in self.requests.values() if request.deadline < now]
+        for request in late:
+            detail = f"{request.received_bytes} bytes received; {request.lacking()}"
+            waited = round(request.deadline - request.begun, 3)
+            self.end(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
+        if late:
+            self.grant_queued()
+        return bool(self.requests)
+
+    def close(self, error: PdtxError) -> None:
+        """Grant nothing more, and end every request. What is asked for later is refused."""
+        self.closing = error
+        self.end_where(lambda _: True, error, tell=True)
+
+    # -- payloads -----------------------------------------------------------------------------------------------------
+
+    def on_payload_failed(self, session_id: str, request_id: str, landing: Landing, error: PdtxError) -> None:
+        """A payload has not arrived."""
+        session = self.sessions.get(session_id)
+        request = self.requests.get((session.peer, request_id)) if session is not None else None
+        if request is not None and request.landing is landing:
+            self.fail(request, error)
+
+    def on_payload_twice(self, key: TransferKey) -> None:
+        """The transport reported the end of a payload again, which changes nothing."""
+        self.duplicate_notices += 1
+        logger.warning("the mover told the end of %s again", key)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def on_message(self, peer: bytes, message: Message) -> None:
+        """A message that is no hello."""
+        session = next(self._sessions_of(peer), None)
+        if session is None:
+            logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
+            # It may have been given up as silent while it was only slow, and take itself for connected.
+            self.effects.send(peer, Bye(reason="it has no session; say hello first"))
+            return
+        if isinstance(message, TransferRequest):
+            self.on_request(session, message)
+        elif isinstance(message, LayerDone | Complete | Failure | Reference):
+            self._on_request_message(session, message)
+        else:
+            logger.warning("ignored a %s from %s", type(message).__name__, session.engine_id)
+
+    def _sessions_of(self, peer: bytes) -> Iterator[Session]:
+        return (session for session in self.sessions.values() if session.peer == peer)
+
+    def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
+        request = self.requests.get((session.peer, message.request_id))
+        if request is None:
+            self.unknown_notices += isinstance(message, LayerDone)
+            logger.info("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
+            return
+        match message:
+            case LayerDone():
+                self._on_notice(request, message)
+            case Reference():
+                # One is asked for at a time; what comes beside that is not kept.
+                if request.references.empty():
+                    request.references.put(message)
+            case Failure():
+                reason = f"{session.engine_id} failed in {message.phase}: {message.reason}"
+                self.fail(request, TransferError(reason), tell=False)
+            case Complete():
+                self._on_complete(request, message)
+
+    def _on_notice(self, request: InboundRequest, done: LayerDone) -> None:
+        """Count a notice if it is the first one of a payload that is here; else it only counts as what it is."""
+        key = TransferKey(
+            done.request_id,
+            done.layer_start,
+            done.layer_stop,
+            done.token_start,
+            done.token_stop,
+            done.buffer,
+            done.src_rank,
+            done.dst_rank,
+        )
+        notice = request.landing.notice(key)
+        request.noticed_bytes += done.nbytes if notice is Notice.NEW else 0
+        self.duplicate_notices += notice is Notice.DUPLICATE
+        self.unknown_notices += notice is Notice.UNKNOWN
+        if notice is not Notice.NEW:
+            logger.warning("ignored a notice of %s from %s: %s", key, request.session.engine_id, notice.value)
+
+    def _on_complete(self, request: InboundRequest, complete: Complete) -> None:
+        """Accept a request only if every byte that the producer claims has been received here."""
+        if request.state is not InboundState.RECEIVING:
+            logger.warning("ignored a second completion of request %s", request.request_id)
+            return
+        missing = request.missing() or request.landing.unnoticed()
+        received, noticed = request.received_bytes, request.noticed_bytes
+        tokens = complete.num_tokens == request.num_tokens
+        if missing is None and tokens and complete.nbytes == received == noticed:
+            request.complete = complete
+            request.go(InboundState.READY)
+            self.effects.ready(request)
+            return
+        claims = (
+            f"claims {complete.num_tokens} tokens and {complete.nbytes} bytes, noticed {noticed}, received {received}"
+        )
+        if missing is not None:
+            claims = f"{missing} ({claims})"
+        self.fail(
+            request, TransferError(f"{request.session.engine_id} completed {request.request_id} wrongly: {claims}")
+        )
+
+
+def _arrived(request: InboundRequest) -> bool:
+    return request.state is InboundState.READY

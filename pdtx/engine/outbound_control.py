@@ -1,0 +1,489 @@
+"""What the producer's control thread does: the life of its requests and of the session that carries them."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches
+from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
+from pdtx.engine.route import Route
+from pdtx.engine.shipping import Asked, Posted, Probe
+from pdtx.engine.states import OutboundState
+from pdtx.errors import (
+    DeadlineExceeded,
+    InputError,
+    PdtxError,
+    PeerLost,
+    PeerSilent,
+    ProtocolError,
+    TransferAborted,
+    TransferError,
+    VerificationError,
+)
+from pdtx.plan.runs import Int64s
+from pdtx.protocol import (
+    Complete,
+    Failure,
+    Finished,
+    Grant,
+    LayerDone,
+    Message,
+    ReadReference,
+    Refuse,
+    Release,
+)
+from pdtx.transports import TransferHandle
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.05
+"""Between two attempts at a new session."""
+
+_STUCK_S = 2.0
+"""How long after its deadline a transfer may go on before its connection is given up."""
+
+_NEAR_S = 0.25
+"""The consumer may notice a deadline so much earlier: a failed request's transfer as near to its own counts as cut."""
+
+_UNGRANTED = (OutboundState.NEW, OutboundState.ASKED)
+_UNDELIVERED = (OutboundState.ASKED, OutboundState.COMPUTING, OutboundState.SENDING)
+
+
+class OutboundEffects(Protocol):
+    """What the control of a producer brings about. None of these blocks."""
+
+    def send(self, message: Message) -> None:
+        """Send the consumer a message. Raises ProtocolError for one that cannot be sent."""
+
+    def ship(self, item: Piece | Asked | Probe) -> None:
+        """Plan a piece and hand it to the transport, read reference data, or look whether a connection is alive."""
+
+    def open_session(self, old: Route | None, timeout_s: float) -> None:
+        """Leave a session and open another one; on_opened() or on_not_opened() follows."""
+
+    def ring(self) -> None:
+        """Wake those who wait for an outcome or for blocks."""
+
+
+class OutboundControl:
+    """The producer's requests and their session. Every method is an event of the control thread, and none blocks."""
+
+    def __init__(self, cache: KVCaches, allocator: GroupAllocator, effects: OutboundEffects) -> None:
+        self.cache, self.allocator, self.effects = cache, allocator, effects
+        self.requests: dict[str, OutboundRequest] = {}  # those without an outcome
+        self.draining: dict[OutboundRequest, None] = {}  # those whose blocks are still being read
+        self.ended: list[OutboundRequest] | None = None  # for poll(), once somebody polls
+        self.route: Route | None = None
+        self.lost: PdtxError | None = None  # what ended the session, until there is another one
+        self.over: PdtxError | None = None  # why there will not be another one
+        self.opening: PdtxError | None = None  # what the session that is being opened replaces
+        self._retry_at = 0.0
+        self._attempt_error: PdtxError | None = None
+
+    @property
+    def peer(self) -> str:
+        """The consumer's name, for messages."""
+        return self.route.welcome.engine_id if self.route is not None else "the decode node"
+
+    # -- the session --------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Ask for grants of new requests, in a session that can carry them; or get such a session."""
+        fresh = [request for request in self.requests.values() if request.state is OutboundState.NEW]
+        if not fresh or self.opening is not None:
+            return
+        if self.over is not None:
+            for request in fresh:
+                self.end(request, self.over, tell=False)
+            return
+        now = time.monotonic()
+        problem = self.lost or self._broken(now)
+        if problem is not None:
+            self._renew(problem, fresh, now)
+        elif not self._waits_for_cut_transfers(now):
+            for request in fresh:
+                self._ask(request)
+
+    def _broken(self, now: float) -> PdtxError | None:
+        """Return why nothing new may be begun over the data connection, if so."""
+        route = self.route
+        if route is None:
+            return None
+        if route.ended is not None:
+            return route.ended
+        if route.failed is not None:
+            return route.failed
+        stuck = (handle for request in self._all() for handle in request.posted.values())
+        if any(handle.deadline + _STUCK_S < now for handle in stuck):
+            return TransferError("a transfer goes on after its deadline")
+        return None
+
+    def _waits_for_cut_transfers(self, now: float) -> bool:
+        """Whether transfers whose deadline has passed must end first: their end may be the connection's, too."""
+        if self.route is not None and self.route.probing:
+            return True
+        return any(handle.deadline <= now + _NEAR_S for request in self.draining for handle in request.posted.values())
+
+    def _all(self) -> list[OutboundRequest]:
+        return [*self.requests.values(), *self.draining]
+
+    def _renew(self, problem: PdtxError, fresh: Sequence[OutboundRequest], now: float) -> None:
+        """Leave a session whose payloads cannot go on, and get another one, with a token of its own.
+
+        What has been delivered goes on: it only needs the control channel. All else ends before anything new begins, so
+        that nothing of the old connection can be taken for the new one's.
+        """
+        if now < self._retry_at:
+            return
+        if self._attempt_error is None:
+            logger.warning("cannot go on with %s as before: %s", self.peer, problem)
+        for request in [request for request in self.requests.values() if request.state in _UNDELIVERED]:
+            self.end(request, PeerLost(f"the data connection to {self.peer} ended: {problem}"))
+        self.opening = problem
+        self.effects.open_session(self.route, max(0.0, max(request.deadline for request in fresh) - now))
+
+    def on_opened(self, route: Route, lost: PdtxError | None) -> None:
+        """Go on in a new session. lost: what has ended its control channel meanwhile."""
+        renewed = self.opening is not None
+        self.route, self.lost, self.opening, self._attempt_error = route, lost, None, None
+        if renewed:
+            logger.warning("a new session with %s is open", self.peer)
+        self.advance()
+
+    def on_not_opened(self, error: PdtxError) -> None:
+        """Try again where the consumer may only be slow, or stopped for a while; else this is the end."""
+        problem, self.opening = self.opening, None
+        if isinstance(error, PeerSilent | PeerLost | DeadlineExceeded):
+            self.lost = self._attempt_error = error
+            self._retry_at = time.monotonic() + _PAUSE_S
+        elif self.over is None:
+            text = f"{problem}; a new session with {self.peer} cannot be had: {error}"
+            self.over = self.lost = PeerLost(text)
+        self.effects.ring()
+        self.advance()
+
+    def on_lost(self, error: PdtxError) -> None:
+        """The control channel ended: so do all requests that were asked for."""
+        self.lost = self.lost or error
+        for request in [request for request in self.requests.values() if request.state is not OutboundState.NEW]:
+            self.end(request, error, tell=False)
+        self.effects.ring()
+        self.advance()
+
+    def close(self, error: PdtxError) -> None:
+        """End everything, for good."""
+        self.over = self.over or error
+        self.lost = self.lost or self.over
+        for request in list(self.requests.values()):
+            self.end(request, self.over, tell=False)
+        self.effects.ring()
+
+    def tick(self, now: float) -> bool:
+        """End requests whose deadline has passed, and go on with what waits; whether there is anything to wait for."""
+        for request in [request for request in self.requests.values() if request.deadline < now]:
+            self._expire(request)
+        self.advance()
+        return bool(self.requests or self.draining)
+
+    def _expire(self, request: OutboundRequest) -> None:
+        detail = f"{request.nbytes} bytes shipped, {request.unsent} pieces of them not acknowledged"
+        if request.state is OutboundState.NEW and self._attempt_error is not None:
+            detail = str(self._attempt_error)
+        elif request.posted:
+            detail += f", first {next(iter(request.posted))}"
+        waited = round(request.deadline - request.begun, 3)
+        self.end(request, DeadlineExceeded(request.phase, self.peer, waited, detail))
+
+    # -- a request's life ---------------------------------------------------------------------------------------------
+
+    def begin(self, request: OutboundRequest, blocks: GroupBlocks | None, places: Sequence[range]) -> None:
+        """Take blocks for a request, where it has none, and ask for a grant as soon as there is a session.
+
+        Raises OutOfBlocks, InputError for a request id in use, or what ended the last session for good.
+        """
+        if self.over is not None:
+            raise self.over
+        if request.request_id in self.requests:
+            raise InputError(f"request id {request.request_id!r} is in use")
+        if blocks is None:
+            blocks = self.allocator.allocate([len(place) for place in places])
+        request.blocks = blocks
+        self._set_tables(request, blocks.tables(places))
+        self.requests[request.request_id] = request
+        self.advance()
+
+    def _set_tables(self, request: OutboundRequest, tables: tuple[Int64s, ...]) -> None:
+        request.sources = tables
+        request.tables = tuple(torch.as_tensor(table, device=self.cache.device) for table in tables)
+
+    def _ask(self, request: OutboundRequest) -> None:
+        request.go(OutboundState.ASKED)
+        try:
+            self.effects.send(request.ask())
+        except ProtocolError as error:
+            self.end(request, error, tell=False)
+
+    def on_grant(self, request: OutboundRequest, grant: Grant) -> None:
+        """Ship what waits for the grant. Which blocks it names is checked by the plan, as everything is."""
+        route = self.route
+        if route is None or request.state is not OutboundState.ASKED:
+            return
+        groups = route.match.consumer.groups
+        problem = None
+        if len(grant.groups) != len(groups):
+            problem = f"{self.peer} granted blocks of {len(grant.groups)} groups and has {len(groups)}"
+        elif grant.cached_tokens > request.num_tokens:
+            problem = f"{self.peer} claims {grant.cached_tokens} cached tokens of a prompt of {request.num_tokens}"
+        if problem is not None:
+            self.end(request, ProtocolError(problem))
+            return
+        request.destinations = tuple(np.asarray(group.block_ids, dtype=np.int64) for group in grant.groups)
+        request.grant = grant
+        request.go(OutboundState.COMPUTING)
+        waiting, request.waiting = request.waiting, []
+        for ready in waiting:
+            self._ship(request, route, ready)
+        if request.is_computed:
+            request.go(OutboundState.SENDING)
+            self._complete_if_sent(request)
+
+    def on_ready(self, request: OutboundRequest, ready: ReadySlice) -> None:
+        """Ship what has been computed, or keep it until the grant comes."""
+        if request.state in _UNGRANTED:
+            request.waiting.append(ready)
+        elif request.state in (OutboundState.COMPUTING, OutboundState.SENDING) and self.route is not None:
+            self._ship(request, self.route, ready)
+
+    def _ship(self, request: OutboundRequest, route: Route, ready: ReadySlice) -> None:
+        """Hand one slice to the shipper: only positions that the consumer needs, and nothing of layers it lacks."""
+        match = route.match.of_producer.get(ready.buffer)
+        ours = match.layer_index.get(ready.layer) if match is not None else None
+        if match is None or ours is None or request.grant is None:
+            return
+        group = self.cache.groups[match.producer_group]
+        positions = group.ready(request.num_tokens, ready.start, ready.stop)
+        if not positions:
+            return
+        for move in match.moves:
+            piece = Piece(request, route, match, move, range(ours, ours + 1), positions, ready.fence)
+            lacking = piece.uncached(group, request.grant.cached_tokens)
+            if lacking is not None:
+                request.unsent += 1
+                self.effects.ship(lacking)
+
+    def computed(self, request: OutboundRequest, first_token: int | None) -> None:
+        """All of a request is ready; first_token: the first new one, where it is known."""
+        if request.is_computed or request.has_outcome:
+            return
+        request.computed, request.first_token = time.monotonic(), first_token
+        if request.state is OutboundState.COMPUTING:
+            request.go(OutboundState.SENDING)
+            self._complete_if_sent(request)
+
+    def extend(self, request: OutboundRequest, tables: tuple[Int64s, ...]) -> None:
+        """Take longer block tables for a request whose blocks are the caller's. Raises InputError."""
+        for group, (old, new) in enumerate(zip(request.sources, tables, strict=True)):
+            if len(new) < len(old) or not np.array_equal(new[: len(old)], old):
+                name = self.cache.groups[group].name
+                raise InputError(
+                    f"request {request.request_id}: the new block table of group {name} ({len(new)} blocks) does not "
+                    f"go on from the present one ({len(old)} blocks); give the whole table, with new blocks at its end"
+                )
+        if not request.has_outcome:
+            self._set_tables(request, tables)
+
+    def end(self, request: OutboundRequest, error: PdtxError | None, *, tell: bool = True) -> None:
+        """End a request: error says why it failed; None where `finished` has been set. Its blocks follow.
+
+        What the transport has not begun never crosses; what is moving runs to its end, or its deadline.
+        """
+        if request.state in (OutboundState.DRAINING, OutboundState.ENDED):
+            return
+        phase, request.error = request.phase, error
+        request.waiting = []
+        self.requests.pop(request.request_id, None)
+        self.draining[request] = None
+        request.go(OutboundState.DRAINING)
+        for handle in list(request.posted.values()):
+            handle.cancel()
+        if error is not None and tell and self.lost is None:
+            reason = str(error)[:1000]
+            self.effects.send(Failure(request_id=request.request_id, phase=phase, reason=reason))
+        self._return_blocks(request)
+        self.effects.ring()
+
+    def abandon(self, request: OutboundRequest, error: PdtxError) -> None:
+        """End a request, if it was begun at all."""
+        if self.requests.get(request.request_id) is request:
+            self.end(request, error)
+
+    def cancel(self, request: OutboundRequest, reason: str) -> None:
+        """End a request because the caller does not want it any more."""
+        self.end(request, TransferAborted(f"request {request.request_id} was cancelled: {reason}"))
+
+    def _return_blocks(self, request: OutboundRequest) -> None:
+        """Return the blocks, once, when nothing reads them any more; forget a request that has ended."""
+        if request.unsent or request.reading:
+            return
+        if not request.returned and request.state in (OutboundState.RELEASED, OutboundState.DRAINING):
+            request.returned = True
+            if request.blocks is not None:
+                self.allocator.free(request.blocks)
+            self.effects.ring()
+        if request.state is OutboundState.DRAINING:
+            request.go(OutboundState.ENDED)
+            self.draining.pop(request, None)
+            if self.ended is not None:
+                self.ended.append(request)
+
+    def take_ended(self) -> list[OutboundRequest]:
+        """Return what has ended since the last call; from the first one on they are kept for it."""
+        ended, self.ended = self.ended or [], []
+        return ended
+
+    def unhold(self, blocks: GroupBlocks) -> None:
+        """End one hold on each of blocks."""
+        self.allocator.unhold(blocks)
+        self.effects.ring()
+
+    def _complete_if_sent(self, request: OutboundRequest) -> None:
+        if request.state is not OutboundState.SENDING or request.unsent:
+            return
+        request.go(OutboundState.COMPLETED)
+        message = Complete(
+            request_id=request.request_id,
+            first_token=request.first_token,
+            num_tokens=request.num_tokens,
+            nbytes=request.nbytes,
+        )
+        self.effects.send(message)
+
+    # -- pieces -------------------------------------------------------------------------------------------------------
+
+    def on_posted(self, posted: Posted) -> None:
+        """A piece is at the transport."""
+        request = posted.piece.request
+        request.picks.add(posted.choice)
+        request.num_runs += posted.num_runs
+        request.nbytes += posted.nbytes
+        request.prepare += posted.seconds
+        request.posted[posted.handle.key] = posted.handle
+        if request.has_outcome:
+            posted.handle.cancel()
+
+    def on_dropped(self, piece: Piece, error: PdtxError | None) -> None:
+        """A piece was not sent, or its transfer has failed."""
+        request = piece.request
+        if error is not None:
+            if type(error) is TransferError:  # the others say themselves what they are about
+                error = TransferError(f"{piece} could not be sent: {error}")
+            self.end(request, error)
+        request.unsent -= 1
+        self._return_blocks(request)
+
+    def on_piece_end(self, piece: Piece, handle: TransferHandle) -> None:
+        """A transfer has ended, well or not."""
+        request = piece.request
+        request.posted.pop(handle.key, None)
+        moving = handle.posted == handle.posted
+        if handle.error is not None:
+            if isinstance(handle.error, DeadlineExceeded) and moving:
+                self._probe(piece.route)
+            self.on_dropped(piece, handle.error)
+            self.advance()
+            return
+        request.posts.append((handle.posted, handle.sent))
+        request.moves.append((handle.posted, handle.ended))
+        request.unsent -= 1
+        if request.has_outcome:
+            self._return_blocks(request)
+            self.advance()
+            return
+        self.effects.send(_delivered(handle))
+        self._complete_if_sent(request)
+
+    def _probe(self, route: Route) -> None:
+        """Find out whether a connection outlives a transfer that was cut off: by a notice that comes behind it."""
+        if not route.probing and route.failed is None:
+            route.probing = True
+            self.effects.ship(Probe(route))
+
+    def on_probed(self, route: Route, error: PdtxError | None) -> None:
+        """What was sent behind a transfer that was cut off has arrived, or has not."""
+        route.probing, route.failed = False, error
+        self.advance()
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """A message that is no answer to a hello."""
+        if not isinstance(message, Grant | Refuse | Failure | Release | Finished | ReadReference):
+            logger.warning("ignored a %s from %s", type(message).__name__, self.peer)
+            return
+        request = self.requests.get(message.request_id)
+        if request is None:
+            self._on_unknown(message)
+            return
+        match message:
+            case Grant():
+                self.on_grant(request, message)
+            case Refuse():
+                text = f"{self.peer} refused {message.request_id}: {message.reason}"
+                self.end(request, TransferError(text), tell=False)
+            case Failure():
+                self.end(request, self._consumers(message), tell=False)
+            case Release():
+                if request.state is OutboundState.COMPLETED:
+                    request.go(OutboundState.RELEASED)
+                    self._return_blocks(request)
+            case Finished():
+                request.finished = message
+                self.end(request, None)
+            case ReadReference():
+                self._on_read_reference(request, message)
+
+    def _on_unknown(self, message: Grant | Refuse | Failure | Release | Finished | ReadReference) -> None:
+        if isinstance(message, ReadReference):
+            reason = f"request {message.request_id} is not here any more"
+            self.effects.send(Failure(request_id=message.request_id, phase="verification", reason=reason))
+        else:
+            logger.warning("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
+
+    def _on_read_reference(self, request: OutboundRequest, ask: ReadReference) -> None:
+        if self.route is None or request.returned:
+            self.end(request, ProtocolError(f"request {request.request_id} is not here any more"))
+            return
+        request.reading += 1
+        self.effects.ship(Asked(request, self.route, ask))
+
+    def on_read(self, asked: Asked, error: PdtxError | None) -> None:
+        """Reference data has been read and sent, or cannot be."""
+        request = asked.request
+        request.reading -= 1
+        if error is not None:
+            self.end(request, error)
+        self._return_blocks(request)
+
+    def _consumers(self, failure: Failure) -> PdtxError:
+        """Return the consumer's failure as an error of this side."""
+        text = f"{self.peer} failed in {failure.phase}: {failure.reason}"
+        return TransferError(text) if failure.wrong is None else VerificationError(text, failure.wrong)
+
+
+def _delivered(handle: TransferHandle) -> LayerDone:
+    key = handle.key
+    return LayerDone(
+        request_id=key.request_id,
+        buffer=key.buffer,
+        src_rank=key.src_rank,
+        dst_rank=key.dst_rank,
+        layer_start=key.layer_start,
+        layer_stop=key.layer_stop,
+        token_start=key.token_start,
+        token_stop=key.token_stop,
+        nbytes=handle.nbytes,
+    )

@@ -1,0 +1,148 @@
+"""The control thread of a node: it alone changes sessions and requests; everybody else posts events to it."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+from pdtx.errors import NotTheOwner
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DEBUG_VARIABLE = "PDTX_DEBUG"
+"""Set in the environment, every change of an Owned record is checked to come from its owner."""
+
+_FAILED = "%s: an event failed, which is an error of pdtx; please report it"
+_TICK_S = 0.05
+_SLICE_S = 0.02
+"""How long events may be handled before timers are looked at again."""
+
+
+class ControlThread:
+    """Runs events one after another, in the order in which they were posted. An event never blocks.
+
+    tick(now): looks at deadlines, every tick_s while there is something to look at, which it returns; now is
+    time.monotonic(). errors: events that raised what nobody expected; each is logged, and the thread goes on.
+
+    After close() events run in the thread that posts them, one at a time, so that nothing is lost.
+    """
+
+    def __init__(self, name: str, tick: Callable[[float], bool], *, tick_s: float = _TICK_S) -> None:
+        self.name, self.errors = name, 0
+        self._tick, self._tick_s = tick, tick_s
+        self._events = deque[Callable[[], object]]()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._late = threading.RLock()  # after close(): whoever holds it is the owner
+        self._late_owner: int | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread may change what this thread owns."""
+        me = threading.get_ident()
+        return me in (self._thread.ident, self._late_owner)
+
+    def post(self, event: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
+        """Have event(*args, **options) run; returns at once. Safe from any thread."""
+        with self._wake:
+            if not self._closing:
+                self._events.append(partial(event, *args, **options))
+                self._wake.notify()
+                return
+        self._run_late(partial(event, *args, **options))
+
+    def call(self, event: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Have event(*args, **options) run after all that was posted before; return its result, or raise its error."""
+        if self.is_current:
+            return event(*args, **options)
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(event(*args, **options))
+            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                answer.set_exception(error)
+
+        self.post(run)
+        return answer.result()
+
+    def close(self) -> None:
+        """Handle what was posted, then end. Idempotent; not from the thread itself."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looking, looked = True, 0.0
+        while True:
+            with self._wake:
+                if not self._events and not self._closing:
+                    self._wake.wait(max(0.0, looked + self._tick_s - time.monotonic()) if looking else None)
+                if not self._events and self._closing:
+                    return
+                batch, self._events = self._events, deque()
+            until = time.monotonic() + _SLICE_S
+            looking = looking or bool(batch)
+            while batch:
+                self._handle(batch.popleft())
+                if batch and time.monotonic() > until:
+                    with self._wake:
+                        self._events.extendleft(reversed(batch))
+                    break
+            if (now := time.monotonic()) >= looked + self._tick_s and looking:
+                looked, looking = now, self._look(now)
+
+    def _look(self, now: float) -> bool:
+        try:
+            return self._tick(now)
+        except Exception:
+            self.errors += 1
+            logger.exception(_FAILED, self.name)
+            return True
+
+    def _handle(self, event: Callable[[], object]) -> None:
+        try:
+            event()
+        except Exception:
+            self.errors += 1
+            logger.exception(_FAILED, self.name)
+
+    def _run_late(self, event: Callable[[], object]) -> None:
+        self._thread.join()
+        with self._late:
+            before, self._late_owner = self._late_owner, threading.get_ident()
+            try:
+                self._handle(event)
+            finally:
+                self._late_owner = before
+
+
+class Owned:
+    """A record that its owner alone may change. owner: None until it has been handed over."""
+
+    owner: ControlThread | None = None
+
+
+def _set_checked(record: Owned, name: str, value: Any) -> None:  # noqa: ANN401 - of any field
+    owner = record.__dict__.get("owner")
+    if owner is not None and not owner.is_current:
+        thread = threading.current_thread().name
+        raise NotTheOwner(f"{type(record).__name__}.{name} was set by thread {thread}; only {owner.name} may")
+    object.__setattr__(record, name, value)
+
+
+if os.environ.get(DEBUG_VARIABLE):
+    Owned.__setattr__ = _set_checked  # type: ignore[method-assign,assignment]

@@ -1,0 +1,42 @@
+"""Blocks are filled with poison on a thread of its own: it takes as long as they are great."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from pdtx.cache import KVCaches, record_fence
+from pdtx.plan.runs import Int64s
+
+logger = logging.getLogger(__name__)
+
+
+class Scrubber:
+    """Fills blocks of a cache with poison, in the order in which they come. done(ids): called on its thread."""
+
+    def __init__(self, cache: KVCaches, done: Callable[[Sequence[Int64s]], None]) -> None:
+        self._cache, self._done = cache, done
+        self._work: queue.SimpleQueue[Sequence[Int64s] | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
+        self._thread = threading.Thread(target=self._run, name="pdtx-scrubber", daemon=True)
+        self._thread.start()
+
+    def scrub(self, ids: Sequence[Int64s]) -> None:
+        """Fill blocks of each group; returns at once."""
+        self._work.put(ids)
+
+    def close(self) -> None:
+        """Stop after what was given so far. Idempotent."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (ids := self._work.get()) is not None:
+            try:
+                for group, own in enumerate(ids):
+                    self._cache.poison(group, own)
+                record_fence(self._cache.device)()  # or a kernel could run into what is written next
+            except Exception:
+                # Blocks that may hold anything must not be granted to a consumer that verifies: they stay out.
+                logger.exception("blocks could not be filled with poison, and are lost to the pool")
+                continue
+            self._done(ids)
