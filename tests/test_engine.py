@@ -151,7 +151,7 @@ def test_layers_after_their_grant_go_at_once() -> None:
         request = begin(pair.producer, 20)
         wait_until(lambda: request.grant is not None, "a grant")
         ship(pair.producer, request, [10], complete=False)
-        wait_until(lambda: request.unsent == 0, "all layers sent before computed()")
+        wait_until(lambda: request.grant is not None and request.unsent == 0, "all layers sent before computed()")
         pair.producer.computed(request, 7)
         pair.finish(pair.next_ready())
 
@@ -372,6 +372,7 @@ def test_a_consumer_that_is_done_early_does_not_cost_the_producers_blocks() -> N
         request = begin(pair.producer, 20)
         pair.producer.layer_ready(request, 0, 0, 0, 20)
         wait_until(lambda: bool(handles), "a transfer")
+        handles[0].post()
         received = pair.received("r")
         pair.consumer.finish(received, finished(received))
         assert pair.producer.wait(request).text == "done"
@@ -493,7 +494,7 @@ def test_a_completion_that_claims_another_size_is_refused(off_by: int) -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
-        wait_until(lambda: request.unsent == 0, "all layers sent")
+        wait_until(lambda: request.grant is not None and request.unsent == 0, "all layers sent")
         change(pair.producer, request, nbytes=request.nbytes + off_by)
         pair.producer.computed(request, 7)
         with pytest.raises(TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes} bytes, noticed"):
@@ -505,7 +506,7 @@ def test_a_completion_that_claims_other_tokens_is_refused() -> None:
     with Pair() as pair:
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
-        wait_until(lambda: request.unsent == 0, "all layers sent")
+        wait_until(lambda: request.grant is not None and request.unsent == 0, "all layers sent")
         change(pair.producer, request, num_tokens=request.num_tokens - 1)
         pair.producer.computed(request, 7)
         with pytest.raises(TransferError, match="completed r wrongly: claims 19 tokens"):
@@ -818,7 +819,7 @@ def test_a_consumer_that_closes_fails_what_it_had() -> None:
         going, queued = begin(pair.producer, 40, "going"), begin(pair.producer, 40, "queued")
         pair.received("queued")
         ship(pair.producer, going, complete=False)
-        wait_until(lambda: going.unsent == 0, "all layers sent")
+        wait_until(lambda: going.grant is not None and going.unsent == 0, "all layers sent")
         pair.consumer.close()
         for request in (going, queued):
             with pytest.raises(PdtxError, match=r"decode-.* (is closing|closed)|closed the connection"):

@@ -89,7 +89,7 @@ def test_what_has_arrived_goes_on_and_what_has_not_fails() -> None:
         ready = pair.next_ready()
         received = pair.received("midway")
         ship(pair.producer, midway, complete=False)
-        wait_until(lambda: midway.unsent == 0, "all pieces")
+        wait_until(lambda: midway.grant is not None and midway.unsent == 0, "all pieces")
         cut(pair)
         serve(pair)
         assert received.error is not None

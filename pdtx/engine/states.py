@@ -43,7 +43,7 @@ OUTBOUND: Mapping[OutboundState, frozenset[OutboundState]] = {
 """DRAINING: the outcome is known, and transfers may still read the blocks. ENDED: nothing does, and they are back."""
 
 INBOUND: Mapping[InboundState, frozenset[InboundState]] = {
-    InboundState.QUEUED: frozenset({InboundState.LOADING, InboundState.RECEIVING, InboundState.DRAINING}),
+    InboundState.QUEUED: frozenset({InboundState.LOADING, InboundState.DRAINING}),
     InboundState.LOADING: frozenset({InboundState.RECEIVING, InboundState.DRAINING}),
     InboundState.RECEIVING: frozenset({InboundState.READY, InboundState.DRAINING}),
     InboundState.READY: frozenset({InboundState.DRAINING}),
