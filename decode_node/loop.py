@@ -95,6 +95,10 @@ class DecodeLoop(ABC):
         self.consumer.release(request)
         if request.blocks is None or request.complete is None:
             raise TransferError(f"request {request.request_id} has no blocks")
+        if request.complete.first_token is None:
+            raise TransferError(
+                f"request {request.request_id} came without its first token, which this node goes on from"
+            )
         sequence = PagedSequence(self.consumer.cache, request.tables, num_tokens=request.num_tokens)
         active = Active(request, sequence, [request.complete.first_token], times)
         return self._goes_on(active)

@@ -276,11 +276,15 @@ class World:
                 pytest.fail("blocks that are being written were returned")
 
 
+def run_all(count: int, first: int = 0) -> None:
+    for seed in range(first, first + count):
+        World(seed).run()
+
+
 @pytest.mark.parametrize("first", range(0, SEQUENCES, 500))
 @pytest.mark.timeout(1200)
 def test_any_interleaving_keeps_the_invariants(first: int) -> None:
-    for seed in range(first, min(first + 500, SEQUENCES)):
-        World(seed).run()
+    run_all(min(500, SEQUENCES - first), first)
 
 
 def test_the_interleavings_use_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +295,7 @@ def test_the_interleavings_use_every_transition_of_the_table(monkeypatch: pytest
         go(request, state)
 
     monkeypatch.setattr(InboundRequest, "go", note)
-    for seed in range(300):
-        World(seed).run()
+    run_all(300)
     assert seen == {(before, after) for before, those in INBOUND.items() for after in those}
 
 
@@ -315,8 +318,7 @@ def test_only_transitions_of_the_table_are_allowed(state: InboundState) -> None:
 
 def require_found() -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception, PdtxError)):
-        for seed in range(1000):
-            World(seed).run()
+        run_all(1000)
 
 
 def test_blocks_that_return_while_they_are_written_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,11 +280,15 @@ class World:
             assert not (request.returned and (request.unsent or request.reading)), f"{held} blocks are being read"
 
 
+def run_all(count: int, first: int = 0) -> None:
+    for seed in range(first, first + count):
+        World(seed).run()
+
+
 @pytest.mark.parametrize("first", range(0, SEQUENCES, 500))
 @pytest.mark.timeout(1200)
 def test_any_interleaving_keeps_the_invariants(first: int) -> None:
-    for seed in range(first, min(first + 500, SEQUENCES)):
-        World(seed).run()
+    run_all(min(500, SEQUENCES - first), first)
 
 
 def test_the_interleavings_use_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +299,7 @@ def test_the_interleavings_use_every_transition_of_the_table(monkeypatch: pytest
         go(request, state)
 
     monkeypatch.setattr(OutboundRequest, "go", note)
-    for seed in range(300):
-        World(seed).run()
+    run_all(300)
     assert seen == {(before, after) for before, those in OUTBOUND.items() for after in those}
 
 
@@ -324,8 +327,7 @@ def test_an_ended_request_that_gives_its_blocks_back_early_is_found(monkeypatch:
     give_back = OutboundControl._return_blocks
     monkeypatch.setattr(OutboundControl, "_return_blocks", early)
     with pytest.raises(AssertionError):
-        for seed in range(500):
-            World(seed).run()
+        run_all(500)
 
 
 def test_a_second_outcome_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,5 +339,4 @@ def test_a_second_outcome_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(OutboundControl, "cancel", again)
     with pytest.raises(AssertionError):
-        for seed in range(500):
-            World(seed).run()
+        run_all(500)
