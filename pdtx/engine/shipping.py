@@ -11,17 +11,13 @@ from pdtx.cache import KVCaches
 from pdtx.engine.matching import Match
 from pdtx.engine.outbound import OutboundRequest, Piece
 from pdtx.engine.picking import ModePicker
+from pdtx.engine.registering import regions_of as regions_of
 from pdtx.errors import PdtxError, ProtocolError, TransferAborted, TransferError
 from pdtx.plan import Mode, PlanCache
 from pdtx.protocol import ReadReference, Reference
-from pdtx.transports import Connection, Region, TransferHandle, TransferKey
+from pdtx.transports import Connection, TransferHandle, TransferKey
 
 logger = logging.getLogger(__name__)
-
-
-def regions_of(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
-    """Return the memory of a cache as movers take it: for each buffer, for each rank."""
-    return tuple(tuple(Region(rank.memory) for rank in buffer.ranks) for buffer in cache.buffers)
 
 
 class ShippingEvents(Protocol):
