@@ -1,11 +1,15 @@
 """Paged caches on torch: memory, groups and buffers, blocks, coordinate codes and verification."""
 
 from pdtx.cache.allocator import BlockAllocator, Blocks
+from pdtx.cache.block_pools import AllocatingBlockPool, BlockPool, CallerBlocks, CallerTables
 from pdtx.cache.buffer import PagedBuffer, RankMemory
-from pdtx.cache.caches import CacheGroup, GroupKind, KVCaches, group_kind
+from pdtx.cache.buffer_shapes import BufferShape, ForeignBuffer
+from pdtx.cache.caches import KVCaches
 from pdtx.cache.codes import POISON, CoordinateCodes
 from pdtx.cache.device import open_device, record_fence, torch_dtype
+from pdtx.cache.foreign import Memory
 from pdtx.cache.group_allocator import GroupAllocator, GroupBlocks
+from pdtx.cache.groups import CacheGroup, GroupKind, group_kind
 from pdtx.cache.latent import PagedLatentCache
 from pdtx.cache.paged import PagedKVCache
 from pdtx.cache.states import PagedStateCache
@@ -13,14 +17,21 @@ from pdtx.cache.verify import Mismatch, Verification, compare, describe_mismatch
 
 __all__ = [
     "POISON",
+    "AllocatingBlockPool",
     "BlockAllocator",
+    "BlockPool",
     "Blocks",
+    "BufferShape",
     "CacheGroup",
+    "CallerBlocks",
+    "CallerTables",
     "CoordinateCodes",
+    "ForeignBuffer",
     "GroupAllocator",
     "GroupBlocks",
     "GroupKind",
     "KVCaches",
+    "Memory",
     "Mismatch",
     "PagedBuffer",
     "PagedKVCache",

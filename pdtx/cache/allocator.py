@@ -31,6 +31,8 @@ class BlockAllocator:
     Freeing a block raises its generation, so whoever still names the old one is found out by check(). A block
     that something may still write is held (hold, unhold): it can be freed but returns to the pool only when
     the last hold has ended. on_return is called with the ids of returning blocks before they can be handed out.
+    free() and unhold() are two steps each: retire() or release_hold(), then put_back(). Poisoning, which takes as long
+    as the memory does, can be done between the two by another thread.
     """
 
     def __init__(self, num_blocks: int, on_return: Callable[[Int64s], None] | None = None) -> None:
@@ -42,6 +44,7 @@ class BlockAllocator:
         self._generations = np.zeros(num_blocks, np.int64)
         self._used = np.zeros(num_blocks, bool)
         self._holds = np.zeros(num_blocks, np.int64)
+        self._returning = np.zeros(num_blocks, bool)  # retired and not put back yet
         self._lock = threading.Lock()
 
     @property
@@ -103,6 +106,7 @@ class BlockAllocator:
             self._generations[blocks.ids] += 1
             self._used[blocks.ids] = False
             returning: Int64s = blocks.ids[self._holds[blocks.ids] == 0]
+            self._returning[returning] = True
         return returning
 
     def hold(self, blocks: Blocks) -> None:
@@ -116,17 +120,29 @@ class BlockAllocator:
         self.put_back(self.release_hold(blocks))
 
     def release_hold(self, blocks: Blocks) -> Int64s:
-        """Do the first half of unhold(); return the ids to be put_back()."""
+        """Do the first half of unhold(): end one hold on each of blocks. Return the ids to be put_back()."""
         with self._lock:
             self._holds[blocks.ids] -= 1
             returning: Int64s = blocks.ids[(self._holds[blocks.ids] == 0) & ~self._used[blocks.ids]]
+            self._returning[returning] = True
         return returning
 
-    def put_back(self, ids: Int64s) -> None:
-        """Do the second half of free(): let blocks that were retired be handed out again."""
+    def put_back(self, ids: Int64s, before: Callable[[Int64s], None] | None = None) -> None:
+        """Do the second half of free() or unhold(): let blocks be handed out again, from any thread.
+
+        ids: int64, shape (n,), as retire() or release_hold() returned them; each may be put back once.
+        before: called with ids before they can be handed out, in place of on_return.
+        Raises StaleBlocks, putting back none, for a block that is not on its way back.
+        """
         if not len(ids):
             return
-        if self._on_return is not None:
-            self._on_return(ids)
+        with self._lock:
+            wrong = ids[~self._returning[ids]]
+            if len(wrong) or len(np.unique(ids)) < len(ids):
+                raise StaleBlocks(f"blocks {ids.tolist()} cannot be put back: they were not retired, or were put back")
+            self._returning[ids] = False
+        before = before or self._on_return
+        if before is not None:
+            before(ids)
         with self._lock:
             self._free.extend(ids.tolist())

@@ -12,10 +12,12 @@ import torch
 from pdtx.cache.device import open_device
 from pdtx.cache.memory import allocate
 from pdtx.cache.poison import PoisonedPart, fill_with_poison
+from pdtx.cache.verify import Kind
 from pdtx.errors import CacheError
 from pdtx.kvspec import KVCacheSpec
 from pdtx.layout import AnyLayout, Part, RecordLayout, any_layout
 from pdtx.parallel import rank_spec
+from pdtx.plan import NULL_BLOCK
 from pdtx.units import ceil_div
 
 _NOWHERE: Mapping[str, int] = {}
@@ -52,15 +54,17 @@ class RankMemory:
 
 
 class PagedBuffer(ABC):
-    """num_blocks blocks for each of num_layers layers with one spec, poisoned at the start.
+    """num_blocks blocks for each of num_layers layers with one spec, poisoned at the start if it owns its memory.
 
     spec: of one layer with all KV heads of the model. layer_names: one for each layer. group: index of the buffer's
     group in its KVCaches. ranks: of equal layouts, each with memory of its own. block_size: positions in a block.
-    itemsize: bytes of an element when comparing. usual_name, usual_layout: of a buffer that is given none.
+    itemsize: bytes of an element when comparing. owned: whether the memory was allocated here.
+    usual_name, usual_layout: of a buffer that is given none. kind: what its rows are, see pdtx.cache.verify.
     """
 
     usual_name: ClassVar[str]
     usual_layout: ClassVar[str]
+    kind: ClassVar[Kind]
     itemsize: int
 
     def __init__(
@@ -76,10 +80,13 @@ class PagedBuffer(ABC):
         tp_size: int = 1,
         kernel_block_size: int | None = None,
         shared: bool = False,
+        memories: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Allocate. layout: a preset's name, see pdtx.layout. layer_names: "layers.0", "layers.1", ... where None.
 
         shared: in memory that other processes of this host can be let map.
+        memories: of each rank, uint8, shape (layout.size_bytes,), where others have allocated it; then nothing is
+        written here, and device and shared say nothing. See KVCaches.over.
 
         Raises LayoutError, SpecError or ParallelError for impossible numbers, InputError if the memory cannot be had.
         """
@@ -96,14 +103,15 @@ class PagedBuffer(ABC):
             kernel_block_size=kernel_block_size,
         )
         self._check_layout()
-        self.device = open_device(device)
-        self.ranks = tuple(
-            RankMemory(self.layout, allocate(self.layout.size_bytes, self.device, shared=shared))
-            for _ in range(tp_size)
-        )
+        self.owned = memories is None
+        self.device = open_device(device) if memories is None else memories[0].device
+        if memories is None:
+            memories = [allocate(self.layout.size_bytes, self.device, shared=shared) for _ in range(tp_size)]
+        self.ranks = tuple(RankMemory(self.layout, memory) for memory in memories)
         self.block_size = self.layout.block_size * self.layout.blocks_per_manager_block
         self._open()
-        self.poison()
+        if self.owned:
+            self.poison()
 
     @abstractmethod
     def _check_layout(self) -> None:
@@ -142,6 +150,17 @@ class PagedBuffer(ABC):
         """Store what canonical() returns as positions start... Raises CacheError if the blocks are too few."""
 
     @abstractmethod
+    def block_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return shape and dtype of each tensor that read_block() returns."""
+
+    @abstractmethod
+    def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, ...]:
+        """Return copies of what a layer keeps in a block: key and value, or vectors, or states; of the whole model.
+
+        (positions of a block, heads, channels) each; (vectors, channels); of states the spec's shapes.
+        """
+
+    @abstractmethod
     def replicas_differ(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> int:
         """Count elements in which a rank's copy is not that of the first rank that holds them."""
 
@@ -156,16 +175,43 @@ class PagedBuffer(ABC):
                 f"tokens {start}..{stop} do not fit into {len(block_ids)} blocks of {self.block_size} tokens"
             )
 
+    # -- spare blocks -----------------------------------------------------------------------------------------------
+
+    def save_blocks(self, block_ids: torch.Tensor) -> list[torch.Tensor]:
+        """Return copies of all that the layout has in blocks, in every layer and rank, for restore_blocks()."""
+        steps = self._steps(block_ids)
+        return [part.view[:, steps] for rank in self.ranks for part in rank.poisoned]
+
+    def restore_blocks(self, block_ids: torch.Tensor, saved: Sequence[torch.Tensor]) -> None:
+        """Store what save_blocks() returned for the same blocks."""
+        steps, parts = self._steps(block_ids), [part for rank in self.ranks for part in rank.poisoned]
+        for part, elements in zip(parts, saved, strict=True):
+            part.view[:, steps] = elements
+
     # -- poison -----------------------------------------------------------------------------------------------------
 
     def poison(self, block_ids: torch.Tensor | None = None) -> None:
-        """Fill blocks (default: everything) with POISON, so that a byte that never arrived shows."""
+        """Fill blocks (default: everything) with POISON, so that a byte that never arrived shows.
+
+        Raises CacheError, in memory that others own, for everything, the null block, or ids that no block has.
+        """
+        if not self.owned:
+            self._check_named(block_ids)
         for rank in self.ranks:
             if block_ids is None:
                 fill_with_poison(rank.memory)
                 continue
             for part in rank.poisoned:
                 part.fill(self._steps(block_ids))
+
+    def _check_named(self, block_ids: torch.Tensor | None) -> None:
+        if block_ids is None:
+            raise CacheError(
+                f"buffer {self.name} lies in memory of others: only blocks that a request names are poisoned"
+            )
+        outside = block_ids[(block_ids <= NULL_BLOCK) | (block_ids >= self.num_blocks)]
+        if len(outside):
+            raise CacheError(f"buffer {self.name}: block {int(outside[0])} is none of 1..{self.num_blocks - 1}")
 
     def unpoisoned(self, block_ids: torch.Tensor, from_position: int = 0) -> int:
         """Count the 2-byte words that are not POISON in blocks, over all ranks.

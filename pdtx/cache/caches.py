@@ -1,97 +1,24 @@
 """All of a node's caches: groups of layers that share block tables, and their buffers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from pdtx.cache.aliasing import check_shared_bytes, union_bytes
 from pdtx.cache.buffer import PagedBuffer
+from pdtx.cache.buffer_shapes import BufferShape, ForeignBuffer, allocate_buffer, buffer_over
+from pdtx.cache.groups import CacheGroup, group_kind
+from pdtx.cache.probe import probe_buffer
 from pdtx.errors import CacheError
-from pdtx.kvspec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from pdtx.plan import STATE, needed_positions, tokens_per_vector
+from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
-from pdtx.units import ceil_div
-
-GroupKind = Literal["full", "window", "chunk", "state", "cross"]
-
-
-def group_kind(spec: KVCacheSpec) -> GroupKind:
-    """Return the kind of group that layers of a spec belong to."""
-    kinds: tuple[tuple[type[KVCacheSpec], GroupKind], ...] = (
-        (SlidingWindowSpec, "window"),
-        (ChunkedLocalAttentionSpec, "chunk"),
-        (MambaSpec, "state"),
-        (CrossAttentionSpec, "cross"),
-    )
-    return next((kind for cls, kind in kinds if isinstance(spec, cls)), "full")
-
-
-@dataclass(frozen=True)
-class CacheGroup:
-    """Layers that share one block table a request, and one pool of blocks.
-
-    A block table counts positions: tokens; for kind "cross" what the encoder made; a state is position 0 of one block.
-    block_size: positions in a block. spec: of one of its layers. encoder_positions: for kind "cross".
-    """
-
-    name: str
-    kind: GroupKind
-    block_size: int
-    num_blocks: int
-    spec: KVCacheSpec
-    encoder_positions: int = 0
-
-    def positions(self, num_tokens: int) -> range:
-        """Return the positions that a decoder needs of a prompt of num_tokens, see pdtx.plan.needed_positions."""
-        return needed_positions(self.spec, num_tokens, self.encoder_positions)
-
-    def first_read(self, num_tokens: int) -> int:
-        """Return the first position that computing the token after num_tokens reads or writes."""
-        needed = self.positions(num_tokens)
-        return needed.start if self.kind in ("full", "window", "chunk") and num_tokens else 0
-
-    def ready(self, num_tokens: int, start: int, stop: int) -> range:
-        """Return the positions to ship once tokens start..stop of a prompt of num_tokens are computed.
-
-        Over a prompt's chunks they are disjoint and make up positions(num_tokens).
-        """
-        if self.kind == "state":
-            return STATE if stop == num_tokens and num_tokens else range(0)
-        if self.kind == "cross":
-            return self.positions(num_tokens) if start == 0 and stop > 0 else range(0)
-        needed, ratio = self.positions(num_tokens), tokens_per_vector(self.spec)
-        start, stop = start // ratio * ratio, stop // ratio * ratio
-        first, last = max(start, needed.start), min(stop, needed.stop)
-        return range(first, max(first, last))
-
-    def uncached(self, positions: range, cached_tokens: int) -> range:
-        """Return those of positions that still are to be sent to who has the first cached_tokens of the prompt.
-
-        States and what the encoder made are sent whole.
-        """
-        if self.kind in ("state", "cross"):
-            return positions
-        ratio = tokens_per_vector(self.spec)
-        first = min(max(positions.start, cached_tokens // ratio * ratio), positions.stop)
-        return range(first, positions.stop) if positions else positions
-
-    def table_blocks(self, num_tokens: int, first_position: int = 0) -> range:
-        """Return the places of a block table that need blocks for num_tokens, prompt and answer.
-
-        first_position: the first position that is kept; before its block the table holds the null block.
-        """
-        if self.kind == "state":
-            return range(1)
-        end = self.encoder_positions if self.kind == "cross" else num_tokens
-        last = ceil_div(end, self.block_size)
-        return range(min(first_position // self.block_size, last), last)
 
 
 class KVCaches:
     """A node's groups and their buffers, in an order that both nodes of a model agree on.
 
-    Raises CacheError if buffers do not fit their groups.
+    Raises CacheError if buffers do not fit their groups, or share bytes that only groups of one pool may share.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], buffers: Sequence[tuple[int, PagedBuffer]]) -> None:
@@ -118,6 +45,19 @@ class KVCaches:
         for kind, names in (("group", [g.name for g in self.groups]), ("buffer", [b.name for b in self.buffers])):
             if len(set(names)) < len(names):
                 raise CacheError(f"two {kind}s have one name: {', '.join(names)}")
+        self._check_pools()
+        if not self.owned:
+            check_shared_bytes(self.groups, self.buffers)
+
+    def _check_pools(self) -> None:
+        pools = dict[str, CacheGroup]()
+        for group in self.groups:
+            first = pools.setdefault(group.pool, group) if group.pool else group
+            if first.num_blocks != group.num_blocks:
+                raise CacheError(
+                    f"groups {first.name} and {group.name} share pool {group.pool} and have {first.num_blocks} and "
+                    f"{group.num_blocks} blocks"
+                )
 
     @classmethod
     def single(cls, cache: PagedBuffer) -> "KVCaches":
@@ -125,6 +65,37 @@ class KVCaches:
         kind = group_kind(cache.spec)
         group = CacheGroup(cache.name, kind, cache.block_size, cache.num_blocks, cache.spec)
         return cls([group], [(0, cache)])
+
+    @classmethod
+    def over(cls, groups: Sequence[CacheGroup], buffers: Sequence[ForeignBuffer]) -> "KVCaches":
+        """Return caches over memory that others have allocated. Nothing is allocated, poisoned or written.
+
+        Later, too, nothing but blocks that a request names is written or poisoned, and never the null block.
+        Raises LayoutError for memory, strides or offsets that do not fit the named layout, CacheError for buffers that
+        do not fit their groups or share bytes of different blocks, SpecError or ParallelError for impossible numbers.
+        """
+        return cls(groups, [(_index(groups, buffer), buffer_over(buffer)) for buffer in buffers])
+
+    @classmethod
+    def allocate(
+        cls,
+        groups: Sequence[CacheGroup],
+        buffers: Sequence[BufferShape],
+        *,
+        device: str | torch.device = "cpu",
+        shared: bool = False,
+    ) -> "KVCaches":
+        """Return caches in memory of their own, poisoned. shared: on the CPU, for other processes of this host to map.
+
+        Raises CacheError, LayoutError, SpecError, ParallelError as over() does, InputError without the memory.
+        """
+        made = [(_index(groups, buffer), allocate_buffer(buffer, device, shared=shared)) for buffer in buffers]
+        return cls(groups, made)
+
+    @property
+    def owned(self) -> bool:
+        """Whether all memory was allocated here, so that bytes outside of requests are not anybody else's."""
+        return all(buffer.owned for buffer in self.buffers)
 
     @property
     def device(self) -> torch.device:
@@ -138,17 +109,44 @@ class KVCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers and ranks."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """Bytes of all buffers and ranks; bytes that several buffers lie in count once."""
+        return union_bytes([rank.memory for buffer in self.buffers for rank in buffer.ranks])
 
     def poison(self, group: int, block_ids: Int64s) -> None:
-        """Fill blocks of a group, shape (n,), with POISON in all its buffers."""
-        if not len(block_ids):
+        """Fill blocks of a group, shape (n,), with POISON in all its buffers; null blocks among them are left alone.
+
+        Raises CacheError for ids that no block has.
+        """
+        named = np.asarray(block_ids, np.int64)
+        named = named[named != NULL_BLOCK]
+        if not len(named):
             return
-        ids = torch.as_tensor(block_ids, device=self.device)
+        ids = torch.as_tensor(named, device=self.device)
         for buffer in self.buffers:
             if buffer.group == group:
                 buffer.poison(ids)
+
+    def probe(self, write: Callable[..., None], spare_block: int) -> None:
+        """Check, by the owner's own write function, that every element lies where the named layouts say.
+
+        write(layer_name, block_id, *tensors): stores one block of one layer as the owner always does. tensors, on the
+        cache's device: of keys and values, key (block_size, heads, head_size) and value (block_size, heads,
+        head_size_v), of all ranks that the cache has; of latent vectors one tensor (block_size / compress_ratio,
+        channels); of states one tensor for each, in the shape that the spec gives it. dtype: the cache's.
+        spare_block: a block that no request uses in any group. Its bytes are what they were afterwards; an owner that
+        writes elsewhere than the layouts say does so here as well, so probe before the cache holds anything.
+
+        Raises LayoutError, naming the first coordinate that is wrong and whose value was found there, CacheError for
+        the null block or one that does not exist, and what write raises.
+        """
+        for group in self.groups:
+            if not NULL_BLOCK < spare_block < group.num_blocks:
+                raise CacheError(
+                    f"block {spare_block} cannot be probed: group {group.name} has blocks {NULL_BLOCK + 1}.."
+                    f"{group.num_blocks - 1} beside the null block"
+                )
+        for buffer in self.buffers:
+            probe_buffer(buffer, self.groups[buffer.group].name, write, spare_block)
 
     def buffer(self, name: str) -> PagedBuffer:
         """Return a buffer by its name. Raises CacheError."""
@@ -156,3 +154,11 @@ class KVCaches:
         if found is None:
             raise CacheError(f"there is no buffer {name!r}; one of {', '.join(b.name for b in self.buffers)}")
         return found
+
+
+def _index(groups: Sequence[CacheGroup], buffer: BufferShape) -> int:
+    """Return the index of a buffer's group. Raises CacheError."""
+    names = [group.name for group in groups]
+    if buffer.group not in names:
+        raise CacheError(f"buffer {buffer.name} is of group {buffer.group!r}, which is none of {', '.join(names)}")
+    return names.index(buffer.group)

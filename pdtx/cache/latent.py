@@ -1,10 +1,13 @@
 """A paged cache of one vector a token or for several: latent vectors, an indexer's keys, compressed entries."""
 
+from typing import ClassVar
+
 import torch
 
 from pdtx.cache.buffer import PagedBuffer
 from pdtx.cache.device import torch_dtype
 from pdtx.cache.tokens import put_tokens, take_tokens
+from pdtx.cache.verify import Kind
 from pdtx.errors import CacheError, LayoutError
 from pdtx.kvspec import MLAAttentionSpec, SlidingWindowMLASpec
 from pdtx.layout import RecordLayout
@@ -23,6 +26,7 @@ class PagedLatentCache(PagedBuffer):
     spec: MLAAttentionSpec | SlidingWindowMLASpec
 
     usual_name, usual_layout = "latent", "mla"
+    kind: ClassVar[Kind] = "record"
 
     def _open(self) -> None:
         spec = self.spec
@@ -63,6 +67,14 @@ class PagedLatentCache(PagedBuffer):
         self._check_fit(block_ids, start, stop)
         self._check_whole(start, stop)
         return take_tokens(self._views[0][layer], self._steps(block_ids), start // self.ratio, stop // self.ratio)
+
+    def block_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return shape and dtype of a block's vectors, see PagedBuffer."""
+        return (((self.block_size // self.ratio, self.channels), self.dtype),)
+
+    def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, ...]:
+        """Return the vectors of a block, see PagedBuffer."""
+        return (self.read(layer, torch.tensor([block_id], device=self.device), 0, self.block_size),)
 
     def _check_whole(self, *positions: int) -> None:
         wrong = next((position for position in positions if position % self.ratio), None)

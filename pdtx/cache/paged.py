@@ -1,12 +1,14 @@
 """A paged cache of keys and values, seen through a layout."""
 
 from math import prod
+from typing import ClassVar
 
 import torch
 
 from pdtx.cache.buffer import PagedBuffer, RankMemory
 from pdtx.cache.device import torch_dtype
 from pdtx.cache.tokens import put_tokens, take_tokens
+from pdtx.cache.verify import Kind
 from pdtx.errors import LayoutError
 from pdtx.kvspec import (
     ChunkedLocalAttentionSpec,
@@ -32,6 +34,7 @@ class PagedKVCache(PagedBuffer):
     spec: AttentionSpecs
 
     usual_name, usual_layout = "full", "flash_attn_nhd"
+    kind: ClassVar[Kind] = "kv"
 
     def _open(self) -> None:
         spec, ranks = self.spec, range(self.tp_size)
@@ -93,6 +96,15 @@ class PagedKVCache(PagedBuffer):
         if len(found) == 1:
             return found[0]
         return torch.cat([key for key, _ in found], 1), torch.cat([value for _, value in found], 1)
+
+    def block_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return shape and dtype of a block's key and value, see PagedBuffer."""
+        heads = self.spec.num_kv_heads
+        return tuple(((self.block_size, heads, size), self.dtype) for size in (self.head_size, self.head_size_v))
+
+    def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, ...]:
+        """Return key and value of a block, see PagedBuffer."""
+        return self.read(layer, torch.tensor([block_id], device=self.device), 0, self.block_size)
 
     def _read_rank(
         self, rank: int, layer: int, steps: torch.Tensor, start: int, stop: int

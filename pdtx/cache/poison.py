@@ -36,7 +36,7 @@ class PoisonedPart:
             width *= inside.pop().extent
         size += [*(axis.extent for axis in inside), width]
         stride += [*(axis.stride for axis in inside), 1]
-        whole = all(number % 2 == 0 for number in (part.offset, width, *stride[:-1]))
+        whole = all(number % 2 == 0 for number in (part.offset, width, *stride[:-1], memory.storage_offset()))
         unit = 2 if whole else 1
         elements = memory[: memory.numel() // unit * unit].view(torch.int16) if whole else memory
         steps = [*(step // unit for step in stride[:-1]), 1]

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import ClassVar
 
 import torch
 
 from pdtx.cache.buffer import PagedBuffer
 from pdtx.cache.device import torch_dtype
+from pdtx.cache.verify import Kind
 from pdtx.errors import CacheError, LayoutError
 from pdtx.kvspec import MambaSpec
 from pdtx.layout import StateLayout
@@ -24,6 +26,7 @@ class PagedStateCache(PagedBuffer):
     itemsize = 1
 
     usual_name, usual_layout = "state", "mamba_sd"
+    kind: ClassVar[Kind] = "state"
 
     def _open(self) -> None:
         spec = self.spec
@@ -60,6 +63,14 @@ class PagedStateCache(PagedBuffer):
             view[block_id].clone(memory_format=torch.contiguous_format).reshape(shape)
             for view, shape in zip(self._views[layer], self.spec.shapes, strict=True)
         )
+
+    def block_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return shape and dtype of each state, see PagedBuffer."""
+        return tuple(zip(self.spec.shapes, self.dtypes, strict=True))
+
+    def read_block(self, layer: int, block_id: int) -> tuple[torch.Tensor, ...]:
+        """Return the states of a block, see PagedBuffer."""
+        return self.read(layer, block_id)
 
     def rows_shape(self, positions: int) -> tuple[int, int, int, int]:
         """Return (1, positions, 1, bytes of all states)."""

@@ -62,7 +62,7 @@ class KVConsumer:
         self.cache, self.description, self.mover, self.prefix = cache, description, mover, prefix
         self.verifies, self.max_deadline_s = verify, max_deadline_s
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
-        self.allocator = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
+        self.allocator = GroupAllocator.of(cache.groups)
         effects = _Effects(self)
         self.receiver = PayloadReceiver(cache, effects, plan_layout)
         self.core = InboundControl(

@@ -51,7 +51,7 @@ class KVProducer:
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
         self.registration = CacheRegistration()
-        self.allocator = allocator or GroupAllocator({group.name: group.num_blocks for group in cache.groups})
+        self.allocator = allocator or GroupAllocator.of(cache.groups)
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
         facts = facts_of(description, whose="this node's")
         self._opener = SessionOpener(self.engine_id, cache, facts, mover, mode=mode, costs=costs or CostTable({}))

@@ -1,0 +1,135 @@
+"""What a buffer is to be, before there is one: in memory to be allocated, or in memory that others have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pdtx.cache.buffer import PagedBuffer
+from pdtx.cache.foreign import AnyMemory, memories
+from pdtx.cache.latent import PagedLatentCache
+from pdtx.cache.paged import PagedKVCache
+from pdtx.cache.states import PagedStateCache
+from pdtx.errors import LayoutError
+from pdtx.kvspec import KVCacheSpec, MambaSpec, dtype_size
+from pdtx.layout import RECORD_ORDERS, AnyLayout, any_layout, preset_name
+from pdtx.parallel import rank_spec
+
+
+@dataclass(frozen=True)
+class BufferShape:
+    """Layers of one spec in one layout. num_blocks, spec: as in PagedBuffer; group: the name of its group.
+
+    spec: of one layer of the whole model, with all its KV heads. layout: a preset's name, see pdtx.layout.
+    tp_size: tensor-parallel ranks that share the model's heads. kernel_block_size: see pdtx.layout.make_layout.
+    """
+
+    name: str
+    group: str
+    spec: KVCacheSpec
+    layout: str
+    layer_names: Sequence[str]
+    num_blocks: int
+    tp_size: int = field(default=1, kw_only=True)
+    kernel_block_size: int | None = field(default=None, kw_only=True)
+
+    def rank_layout(self) -> AnyLayout:
+        """Return where one rank's elements lie. Raises LayoutError, SpecError or ParallelError."""
+        return any_layout(
+            self.layout,
+            rank_spec(self.spec, self.tp_size),
+            num_layers=len(self.layer_names),
+            num_blocks=self.num_blocks,
+            kernel_block_size=self.kernel_block_size,
+        )
+
+
+@dataclass(frozen=True)
+class ForeignBuffer(BufferShape):
+    """A buffer in memory that others have allocated.
+
+    memory: a contiguous tensor of any dtype and device, or a Memory (by address, or a storage); of several ranks in
+    this process one each, in their order. offset: byte of each memory at which the layout begins.
+    layer_stride, block_stride: bytes from one layer and from one of num_blocks blocks to the next, as the memory's
+    owner has them. They are held against the layout's, never used; None where the owner has no such number.
+    tp_rank: the rank of the first memory.
+    """
+
+    memory: AnyMemory | Sequence[AnyMemory] = field(repr=False)
+    layer_stride: int | None = None
+    block_stride: int | None = None
+    offset: int = 0
+    tp_rank: int = 0
+
+
+def buffer_class(spec: KVCacheSpec, layout: str) -> type[PagedBuffer]:
+    """Return the class of a buffer of a spec in a preset. Raises LayoutError for an unknown preset."""
+    if isinstance(spec, MambaSpec):
+        return PagedStateCache
+    return PagedLatentCache if preset_name(layout) in RECORD_ORDERS else PagedKVCache
+
+
+def allocate_buffer(shape: BufferShape, device: str | torch.device, *, shared: bool) -> PagedBuffer:
+    """Return a buffer in memory of its own, see PagedBuffer."""
+    return buffer_class(shape.spec, shape.layout)(
+        shape.spec,
+        layout=shape.layout,
+        num_layers=len(shape.layer_names),
+        num_blocks=shape.num_blocks,
+        device=device,
+        name=shape.name,
+        layer_names=shape.layer_names,
+        tp_size=shape.tp_size,
+        kernel_block_size=shape.kernel_block_size,
+        shared=shared,
+    )
+
+
+def buffer_over(foreign: ForeignBuffer) -> PagedBuffer:
+    """Return a buffer over others' memory, of which no byte is written. Raises LayoutError, see KVCaches.over."""
+    layout, what = foreign.rank_layout(), f"buffer {foreign.name}"
+    _check_strides(what, layout, foreign)
+    given = memories(foreign.memory)
+    if foreign.tp_rank or len(given) != foreign.tp_size:
+        raise LayoutError(
+            f"{what}: {len(given)} memories from rank {foreign.tp_rank} on were given and tp_size is "
+            f"{foreign.tp_size}; a cache needs the memory of every rank, one each, from rank 0 on"
+        )
+    if len({memory.bytes.device for memory in given}) > 1:
+        raise LayoutError(f"{what}: its memories are on different devices; all ranks of a process need the same")
+    parts = [
+        memory.part(foreign.offset, layout.size_bytes, _alignment(layout, foreign.spec), f"{what} ({layout.name})")
+        for memory in given
+    ]
+    return buffer_class(foreign.spec, foreign.layout)(
+        foreign.spec,
+        layout=foreign.layout,
+        num_layers=len(foreign.layer_names),
+        num_blocks=foreign.num_blocks,
+        name=foreign.name,
+        layer_names=foreign.layer_names,
+        tp_size=foreign.tp_size,
+        kernel_block_size=foreign.kernel_block_size,
+        memories=parts,
+    )
+
+
+def _check_strides(what: str, layout: AnyLayout, foreign: ForeignBuffer) -> None:
+    """Raise LayoutError unless the owner's strides are the layout's, on every axis that has a second step."""
+    steps = layout.parts[0].layout
+    blocks = steps.stride("block") * layout.blocks_per_manager_block
+    for axis, extent, ours, theirs in (
+        ("layer", len(foreign.layer_names), steps.stride("layer"), foreign.layer_stride),
+        ("block", foreign.num_blocks, blocks, foreign.block_stride),
+    ):
+        if theirs is not None and theirs != ours and extent > 1:
+            raise LayoutError(
+                f"{what}: from {axis} to {axis} its owner has {theirs} bytes, layout {layout.name} has {ours}; "
+                "name the layout that the memory has, or the spec that its pages follow"
+            )
+
+
+def _alignment(layout: AnyLayout, spec: KVCacheSpec) -> int:
+    """Bytes that the memory's start must be a multiple of: the widest element's."""
+    names = spec.dtypes if isinstance(spec, MambaSpec) else (getattr(spec, "dtype", "uint8"),)
+    return max(*(part.layout.itemsize for part in layout.parts), *map(dtype_size, names))
