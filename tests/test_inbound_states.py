@@ -57,7 +57,7 @@ class World:
         self.core = InboundControl(
             DESTINATION, FACTS, self.allocator, self.receiver, self, align=1, max_deadline_s=1e6, scrubs=scrubs
         )
-        self.posted, self.scrubbing = list[Callable[[], object]](), list[Sequence[Int64s]]()
+        self.posted, self.scrubbing = list[Callable[[], object]](), list[Callable[[], object]]()
         self.loading, self.loads_held = list[InboundRequest](), dict[InboundRequest, GroupBlocks]()
         self.granted = list[InboundRequest]()
         self.writing = dict[tuple[str, TransferKey], tuple[InboundRequest, bool]]()
@@ -97,8 +97,8 @@ class World:
             self.loading.append(request)
         return self.tiers
 
-    def scrub(self, ids: Sequence[Int64s]) -> None:
-        self.scrubbing.append(ids)
+    def scrub(self, ids: Sequence[Int64s], then: Callable[[], object]) -> None:
+        self.scrubbing.append(then)
 
     def ready(self, request: InboundRequest) -> None:
         self.waiting.append(request)
@@ -240,7 +240,7 @@ class World:
         if self.posted:
             self.posted.pop(0)()
         if self.scrubbing:
-            self.core.on_scrubbed(self.scrubbing.pop(0))
+            self.scrubbing.pop(0)()
 
     def run(self) -> None:
         self.hello()
@@ -262,6 +262,7 @@ class World:
             assert request.state is InboundState.ENDED, request
         assert not self.core.requests
         assert not self.core.draining
+        assert self.core.queue is not None
         assert not len(self.core.queue)
         assert not self.receiver.num_placing
         assert self.core.num_ended == len(self.all)

@@ -132,7 +132,7 @@ class World:
         request = OutboundRequest(f"r{len(self.requests)}", tokens, deadline=1e12)
         places = [group.table_blocks(tokens) for group in SOURCE.groups]
         try:
-            self.core.begin(request, None, places)
+            self.core.begin(request, places)
         except (OutOfBlocks, PeerLost):
             return
         self.requests.append(request)

@@ -1,7 +1,7 @@
 """Paged caches on torch: memory, groups and buffers, blocks, coordinate codes and verification."""
 
 from pdtx.cache.allocator import BlockAllocator, Blocks
-from pdtx.cache.block_pools import AllocatingBlockPool, BlockPool, CallerBlocks, CallerTables
+from pdtx.cache.block_pools import AllocatingBlockPool, BlockPool, BlockTables, CallerBlocks, CallerTables
 from pdtx.cache.buffer import PagedBuffer, RankMemory
 from pdtx.cache.buffer_shapes import BufferShape, ForeignBuffer
 from pdtx.cache.caches import KVCaches
@@ -20,6 +20,7 @@ __all__ = [
     "AllocatingBlockPool",
     "BlockAllocator",
     "BlockPool",
+    "BlockTables",
     "Blocks",
     "BufferShape",
     "CacheGroup",

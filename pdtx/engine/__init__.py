@@ -2,7 +2,7 @@
 
 from pdtx.engine.consumer import KVConsumer
 from pdtx.engine.describe import BufferFacts, CacheFacts, describe_cache, facts_of
-from pdtx.engine.inbound import InboundRequest
+from pdtx.engine.inbound import Arrived, InboundRequest
 from pdtx.engine.matching import Match, check_compatible, match_caches
 from pdtx.engine.outbound import OutboundRequest
 from pdtx.engine.peer_tier import PeerTier
@@ -12,6 +12,7 @@ from pdtx.engine.tier_server import TierServer
 from pdtx.engine.timing import TransferTimes
 
 __all__ = [
+    "Arrived",
     "BufferFacts",
     "CacheFacts",
     "CacheRegistration",

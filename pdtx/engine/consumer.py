@@ -3,15 +3,25 @@
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pdtx.address import join_address, parse_address
-from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches, Verification, record_fence
+from pdtx.cache import (
+    BlockTables,
+    CallerBlocks,
+    GroupAllocator,
+    GroupBlocks,
+    KVCaches,
+    Verification,
+    record_fence,
+)
 from pdtx.engine.describe import facts_of
+from pdtx.engine.granting import needs_of_tables
 from pdtx.engine.handshake import make_reject, make_welcome
-from pdtx.engine.inbound import InboundRequest, Session
+from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.landing import Landing
 from pdtx.engine.owner import ControlThread
@@ -20,7 +30,15 @@ from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.scrubbing import Scrubber
 from pdtx.engine.states import InboundState
 from pdtx.engine.verifier import Verifier
-from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, VerificationError
+from pdtx.errors import (
+    DeadlineExceeded,
+    InputError,
+    PdtxError,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+    VerificationError,
+)
 from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, DataEndpoint, Finished, Hello, Message
@@ -46,6 +64,8 @@ class KVConsumer:
     verify: whether memory is poisoned between uses, which verify() relies on.
     prefix: this node's tiers. What they have of a prompt is loaded before it is granted, and not sent.
     plan_layout: the layout to plan the first buffer with instead of its own: a deliberate fault, for tests.
+    blocks: the caller's, who says by expect() into which blocks a request goes and learns by poll() how it ended; no
+    decode loop is needed then, and verification has been done by then.
     """
 
     def __init__(
@@ -58,17 +78,20 @@ class KVConsumer:
         max_deadline_s: float = 600.0,
         plan_layout: Layout | None = None,
         prefix: PrefixCache | None = None,
+        blocks: CallerBlocks | None = None,
     ) -> None:
         self.cache, self.description, self.mover, self.prefix = cache, description, mover, prefix
         self.verifies, self.max_deadline_s = verify, max_deadline_s
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
-        self.allocator = GroupAllocator.of(cache.groups)
+        if blocks is not None and prefix is not None:
+            raise InputError("tiers load into blocks of this node's own pool; give prefix or blocks, not both")
+        self.pool: GroupAllocator | CallerBlocks = blocks or GroupAllocator.of(cache.groups)
         effects = _Effects(self)
         self.receiver = PayloadReceiver(cache, effects, plan_layout)
         self.core = InboundControl(
             cache,
             facts_of(description, whose="this node's"),
-            self.allocator,
+            self.pool,
             self.receiver,
             effects,
             align=prefix.block_tokens if prefix is not None else 1,
@@ -76,14 +99,22 @@ class KVConsumer:
             scrubs=verify,
         )
         self.registration = CacheRegistration()
-        self._verifier = Verifier(cache, self.allocator, self._send)
+        self._verifier = Verifier(cache, self.pool, self._send)
+        self._verifiers = ThreadPoolExecutor(1, "pdtx-verifier") if blocks is not None and verify else None
         self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
         self._listener: Listener | None = None
         self._listening = threading.Lock()
         self._endpoints: list[DataEndpoint] = []
         self.control = self.core.owner = ControlThread("pdtx-consumer", self.core.tick)
-        self._scrubber = Scrubber(cache, lambda ids: self.control.post(self.core.on_scrubbed, ids))
+        self._scrubber = Scrubber(cache)
+
+    @property
+    def allocator(self) -> GroupAllocator:
+        """The pool that blocks are granted from. Raises InputError where they are the caller's."""
+        if isinstance(self.pool, CallerBlocks):
+            raise InputError("blocks are the caller's here; there is no allocator")
+        return self.pool
 
     @property
     def num_ended(self) -> int:
@@ -130,8 +161,9 @@ class KVConsumer:
         """End every request and stop serving. Idempotent."""
         self.control.call(self.core.close, PeerLost(f"{self.engine_id} is closing"))
         self._ready.put(None)
-        if self._loaders is not None:
-            self._loaders.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._loaders, self._verifiers):
+            if workers is not None:
+                workers.shutdown(wait=workers is self._verifiers, cancel_futures=True)
         self.mover.close()
         if self._listener is not None:
             self._listener.close()
@@ -188,15 +220,66 @@ class KVConsumer:
         """End a request as failed, and tell the producer why."""
         self.control.call(self.core.fail, request, error)
 
-    def cancel(self, request: InboundRequest, reason: str) -> None:
-        """End a request: the producer sends no more of it than is moving now, and its blocks follow that."""
-        self.control.call(self.core.cancel, request, reason)
+    def cancel(self, request: InboundRequest | str, reason: str) -> None:
+        """End a request: the producer sends no more of it than is moving now, and its blocks follow that.
+
+        request: it, or the name of one that is expected.
+        """
+        if isinstance(request, str):
+            self.control.call(self.core.cancel_named, request, reason)
+        else:
+            self.control.call(self.core.cancel, request, reason)
+
+    # -- requests whose blocks are the caller's -----------------------------------------------------------------------
+
+    def expect(
+        self, request_id: str, num_tokens: int, tables: BlockTables, *, cached_tokens: int = 0, deadline_s: float
+    ) -> None:
+        """Let a request of num_tokens in, into the blocks of tables, one table for each group.
+
+        It may be called before a producer asks for the request, or after. cached_tokens: of its beginning, that are in
+        the blocks already: they are not sent, and blocks that hold them are not touched. deadline_s: from now, within
+        which all of it must have arrived. poll() tells how it ended.
+        Raises CacheError or InputError for tables that cannot be, InputError for a request id in use.
+        """
+        if not isinstance(self.pool, CallerBlocks):
+            raise InputError("this consumer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
+        if not 0 <= cached_tokens <= num_tokens:
+            raise InputError(f"cached_tokens is {cached_tokens}; give 0 to num_tokens, which is {num_tokens}")
+        blocks = self.pool.take(tables)
+        expected = Expectation(request_id, num_tokens, blocks, cached_tokens, time.monotonic() + deadline_s)
+        expected.owner = self.control
+        try:
+            needs_of_tables(self.cache.groups, expected)
+            self.control.call(self.core.expect, expected)
+        except BaseException:
+            self.pool.free(blocks)
+            raise
+
+    def poll(self) -> list[Arrived]:
+        """Return the expected requests that have ended since the last call, each once.
+
+        Nothing is written into their blocks any more; those without an error are complete, and verified where this
+        consumer verifies.
+        """
+        return self.control.call(self.core.take_arrived)
+
+    def _verify_expected(self, request: InboundRequest) -> None:
+        error: PdtxError | None = None
+        try:
+            self.verify(request)
+        except PdtxError as found:
+            error = found
+        except Exception as found:  # whatever it is, the caller must learn of it
+            logger.exception("request %s could not be verified", request.request_id)
+            error = TransferError(f"verification failed: {type(found).__name__}: {found}")
+        self.control.post(self.core.deliver, request, error)
 
     # -- tiers --------------------------------------------------------------------------------------------------------
 
     def hold(self, blocks: GroupBlocks) -> None:
         """Keep a request's blocks out of the pool, even when it ends, until unhold. Raises StaleBlocks."""
-        self.allocator.hold(blocks)
+        self.pool.hold(blocks)
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""
@@ -289,13 +372,19 @@ class _Effects:
         self._of._loaders.submit(self._of._load, request)
         return True
 
-    def scrub(self, ids: Sequence[Int64s]) -> None:
+    def scrub(self, ids: Sequence[Int64s], then: Callable[[], object]) -> None:
         """See InboundEffects."""
-        self._of._scrubber.scrub(ids)
+        self._of._scrubber.scrub(ids, lambda: self._of.control.post(then))
 
     def ready(self, request: InboundRequest) -> None:
         """See InboundEffects."""
-        self._of._ready.put(request)
+        of = self._of
+        if not request.expected:
+            of._ready.put(request)
+        elif of._verifiers is not None:
+            of._verifiers.submit(of._verify_expected, request)
+        else:
+            of.control.post(of.core.deliver, request, None)
 
     # -- ReceivingEvents, on the transport's threads ------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from pdtx.cache import CacheGroup, GroupAllocator
-from pdtx.engine.inbound import GroupNeed, InboundRequest
-from pdtx.errors import OutOfBlocks
+from pdtx.cache import AllocatingBlockPool, CacheGroup
+from pdtx.engine.inbound import Expectation, GroupNeed, InboundRequest
+from pdtx.errors import InputError, OutOfBlocks
+from pdtx.plan import NULL_BLOCK
+from pdtx.plan.runs import Int64s
 from pdtx.protocol import GrantedBlocks, TransferRequest
 from pdtx.units import ceil_div
 
@@ -24,10 +26,39 @@ def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest, align: int = 1)
     return tuple(needs)
 
 
+def needs_of_tables(groups: Sequence[CacheGroup], expected: Expectation) -> tuple[GroupNeed, ...]:
+    """Return what an expected request needs of each group: what lies behind what is cached, in the caller's blocks.
+
+    Raises InputError for a table that is too short.
+    """
+    needs = list[GroupNeed]()
+    for group, blocks in zip(groups, expected.blocks.groups, strict=True):
+        positions = group.uncached(group.positions(expected.num_tokens), expected.cached_tokens)
+        last = ceil_div(positions.stop, group.block_size) if positions else 0
+        first = positions.start // group.block_size if positions else 0
+        if last > len(blocks):
+            raise InputError(
+                f"request {expected.request_id}: the block table of group {group.name} has {len(blocks)} blocks; "
+                f"positions up to {positions.stop} take {last}"
+            )
+        needs.append(GroupNeed(positions, range(first, max(first, len(blocks))), range(first, last)))
+    return tuple(needs)
+
+
+def blocks_to_poison(groups: Sequence[CacheGroup], expected: Expectation) -> list[Int64s]:
+    """Return the blocks of an expected request that hold nothing of what is cached, for each group."""
+    found = list[Int64s]()
+    for group, blocks in zip(groups, expected.blocks.groups, strict=True):
+        cached = 0 if group.kind in ("state", "cross") else ceil_div(expected.cached_tokens, group.block_size)
+        ids = blocks.ids[cached:]
+        found.append(ids[ids != NULL_BLOCK])
+    return found
+
+
 class GrantQueue:
     """Requests that wait for blocks, first come first served. Used by the consumer's control thread alone."""
 
-    def __init__(self, groups: Sequence[CacheGroup], allocator: GroupAllocator) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], allocator: AllocatingBlockPool) -> None:
         self._groups, self._allocator = groups, allocator
         self._waiting: dict[InboundRequest, None] = {}  # in order, and quick to leave for thousands at once
 
@@ -71,7 +102,7 @@ def granted_blocks(request: InboundRequest) -> list[GrantedBlocks]:
     for group, need in enumerate(request.needs):
         ids = request.granted(group)
         generations = [0] * len(ids)
-        if request.blocks is not None:
+        if request.blocks is not None and not request.expected:
             generations[need.granted.start :] = request.blocks.groups[group].generations[: len(need.granted)].tolist()
         found.append(GrantedBlocks(block_ids=ids.tolist(), generations=generations))
     return found

@@ -4,12 +4,12 @@ import queue
 import time
 from dataclasses import dataclass, field
 
-from pdtx.cache import GroupBlocks
+from pdtx.cache import CallerTables, GroupBlocks
 from pdtx.engine.landing import Landing
 from pdtx.engine.matching import Match
 from pdtx.engine.owner import ControlThread, Owned
 from pdtx.engine.states import InboundState, check_transition
-from pdtx.errors import PdtxError
+from pdtx.errors import PdtxError, VerificationError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Reference, TransferRequest
 from pdtx.tiers.prefix import Fetched
@@ -40,13 +40,50 @@ class GroupNeed:
 
 
 @dataclass(eq=False)
+class Expectation(Owned):
+    """A request that the caller has given block tables for. Changed by the consumer's control thread alone.
+
+    cached_tokens: of its beginning, that are in the blocks already. clean: its other blocks are full of poison, where
+    that is asked for, so that they can be granted. error: why it is expected no more.
+    """
+
+    request_id: str
+    num_tokens: int
+    blocks: CallerTables
+    cached_tokens: int
+    deadline: float
+    begun: float = field(default_factory=time.monotonic)
+    clean: bool = False
+    error: PdtxError | None = None
+    owner: ControlThread | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """How an expected request ended; nothing is written into its blocks any more.
+
+    error: None where all of it is there, and is the producer's where the consumer verifies. request: None where no
+    producer has asked for it.
+    """
+
+    request_id: str
+    error: PdtxError | None
+    request: "InboundRequest | None" = field(repr=False)
+
+    @property
+    def wrong(self) -> int:
+        """Elements that verification found wrong."""
+        return self.error.wrong if isinstance(self.error, VerificationError) else 0
+
+
+@dataclass(eq=False)
 class InboundRequest(Owned):
     """One request on its way in. Changed by the consumer's control thread alone; anybody may read it.
 
     needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
     landing: what payloads may write, and what has arrived.
     fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
-    error: why it failed, once it has.
+    error: why it failed, once it has. expected: whether its block tables are the caller's.
     """
 
     session: Session
@@ -63,6 +100,7 @@ class InboundRequest(Owned):
     complete: Complete | None = None
     verified: bool = False
     error: PdtxError | None = None
+    expected: bool = False
     references: "queue.Queue[Reference | PdtxError]" = field(default_factory=queue.Queue)
     owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
 

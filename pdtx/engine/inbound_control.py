@@ -8,12 +8,12 @@ from typing import Protocol
 
 import msgspec
 
-from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches
+from pdtx.cache import AllocatingBlockPool, CallerBlocks, GroupBlocks, KVCaches
 from pdtx.engine.arrivals import Arrivals, Notice
 from pdtx.engine.describe import CacheFacts, facts_of
-from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
+from pdtx.engine.granting import GrantQueue, blocks_to_poison, granted_blocks, needs_of, needs_of_tables
 from pdtx.engine.handshake import check_hello, new_session
-from pdtx.engine.inbound import InboundRequest, Session
+from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.landing import Landing
 from pdtx.engine.matching import Match, match_caches
 from pdtx.engine.owner import ControlThread
@@ -21,6 +21,7 @@ from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.states import InboundState
 from pdtx.errors import (
     DeadlineExceeded,
+    InputError,
     PdtxError,
     PeerLost,
     TransferAborted,
@@ -64,24 +65,25 @@ class InboundEffects(Protocol):
     def load(self, request: InboundRequest) -> bool:
         """Begin to load what this node's tiers have of a prompt; False if there are none. on_loaded() follows."""
 
-    def scrub(self, ids: Sequence[Int64s]) -> None:
-        """Fill blocks of each group with poison; on_scrubbed() follows."""
+    def scrub(self, ids: Sequence[Int64s], then: Callable[[], object]) -> None:
+        """Fill blocks of each group with poison; then the event follows."""
 
     def ready(self, request: InboundRequest) -> None:
-        """Hand out a request of which all has arrived."""
+        """Hand out a request of which all has arrived; of an expected one see to it that deliver() follows."""
 
 
 class InboundControl:
     """The consumer's sessions and requests. Every method is an event of the control thread, and none blocks.
 
-    align: see needs_of(). scrubs: whether blocks are filled with poison before they are granted again.
+    pool: whose blocks there are: one that hands them out, or the caller's, who says by expect() where a request goes.
+    align: see needs_of(). scrubs: whether blocks are filled with poison before they are granted.
     """
 
     def __init__(
         self,
         cache: KVCaches,
         facts: CacheFacts,
-        allocator: GroupAllocator,
+        pool: AllocatingBlockPool | CallerBlocks,
         receiver: PayloadReceiver,
         effects: InboundEffects,
         *,
@@ -89,12 +91,15 @@ class InboundControl:
         max_deadline_s: float,
         scrubs: bool,
     ) -> None:
-        self.cache, self.allocator, self.receiver, self.effects = cache, allocator, receiver, effects
+        self.cache, self.pool, self.receiver, self.effects = cache, pool, receiver, effects
         self._facts, self._align, self._max_deadline_s, self._scrubs = facts, align, max_deadline_s, scrubs
         self.sessions: dict[str, Session] = {}
         self.requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id); not ended
         self.draining: dict[InboundRequest, None] = {}  # ended, and payloads may still be written into their blocks
-        self.queue = GrantQueue(cache.groups, allocator)
+        self.queue = None if isinstance(pool, CallerBlocks) else GrantQueue(cache.groups, pool)
+        self.expected: dict[str, Expectation] = {}  # without a request as yet
+        self.unmatched: dict[str, InboundRequest] = {}  # without an expectation as yet
+        self.arrived: list[Arrived] = []  # for poll()
         self.closing: PdtxError | None = None
         self.num_ended = self.num_failed = self.num_expired = 0  # ended; of those failed; of those by their deadline
         self.duplicate_notices = 0  # deliveries that were reported more than once
@@ -164,7 +169,9 @@ class InboundControl:
     def on_request(self, session: Session, ask: TransferRequest) -> None:
         """Queue a request for blocks, or refuse it."""
         needs = needs_of(self.cache.groups, ask, self._align)
-        problem = self._problem(session, ask) or self.queue.impossible(needs)
+        problem = self._problem(session, ask)
+        if problem is None and self.queue is not None:
+            problem = self.queue.impossible(needs)
         if problem is not None:
             self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=problem))
             return
@@ -173,8 +180,12 @@ class InboundControl:
         deadline = time.monotonic() + min(ask.deadline_s, self._max_deadline_s)
         request = InboundRequest(session, ask, needs, Landing(arrivals), deadline, owner=self.owner)
         self.requests[session.peer, ask.request_id] = request
-        self.queue.add(request)
-        self.grant_queued()
+        if self.queue is not None:
+            self.queue.add(request)
+            self.grant_queued()
+        else:
+            self.unmatched[ask.request_id] = request
+            self._match_expected(ask.request_id)
 
     def _problem(self, session: Session, ask: TransferRequest) -> str | None:
         """Say what is wrong with a request, if anything."""
@@ -182,13 +193,13 @@ class InboundControl:
             return str(self.closing)
         if not ask.num_tokens:
             return "the prompt has no tokens"
-        if (session.peer, ask.request_id) in self.requests:
+        if (session.peer, ask.request_id) in self.requests or ask.request_id in self.unmatched:
             return f"request id {ask.request_id} is in use"
         return None
 
     def grant_queued(self) -> None:
         """Grant blocks to waiting requests, first come first served, as long as there are enough in every group."""
-        while self.closing is None and (request := self.queue.next()) is not None:
+        while self.closing is None and self.queue is not None and (request := self.queue.next()) is not None:
             request.go(InboundState.LOADING)
             if not self.effects.load(request):
                 self._grant(request, Fetched())
@@ -224,12 +235,12 @@ class InboundControl:
         """Hold a ready request's blocks for the decoder; False if it has ended meanwhile."""
         if request.has_ended or request.blocks is None:
             return False
-        self.allocator.hold(request.blocks)
+        self.pool.hold(request.blocks)
         return True
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""
-        self._put_back(self.allocator.release_hold(blocks))
+        self._put_back(self.pool.release_hold(blocks))
         self.grant_queued()
 
     def release(self, request: InboundRequest) -> None:
@@ -273,7 +284,10 @@ class InboundControl:
         self.num_failed += error is not None
         self.num_expired += isinstance(error, DeadlineExceeded)
         self.requests.pop((request.session.peer, request.request_id), None)
-        self.queue.remove(request)
+        if self.queue is not None:
+            self.queue.remove(request)
+        if self.unmatched.get(request.request_id) is request:
+            del self.unmatched[request.request_id]
         request.go(InboundState.DRAINING)
         self.draining[request] = None
         self.receiver.withdraw(request.session.session_id, request.request_id, request.landing)
@@ -305,20 +319,21 @@ class InboundControl:
         request.go(InboundState.ENDED)
         self.draining.pop(request, None)
         if request.blocks is not None:
-            self._put_back(self.allocator.retire(request.blocks))
+            self._put_back(self.pool.retire(request.blocks))
+        if request.expected:
+            self.arrived.append(Arrived(request.request_id, request.error, request))
 
     def _put_back(self, ids: Sequence[Int64s]) -> None:
         """Let blocks be granted again, after they have been filled with poison where that is asked for."""
         if not any(map(len, ids)):
             return
         if self._scrubs:
-            self.effects.scrub(ids)
+            self.effects.scrub(ids, partial(self._on_scrubbed, ids))
         else:
-            self.allocator.put_back(ids)
+            self.pool.put_back(ids)
 
-    def on_scrubbed(self, ids: Sequence[Int64s]) -> None:
-        """Blocks are full of poison."""
-        self.allocator.put_back(ids)
+    def _on_scrubbed(self, ids: Sequence[Int64s]) -> None:
+        self.pool.put_back(ids)
         self.grant_queued()
 
     def tick(self, now: float) -> bool:
@@ -330,12 +345,87 @@ class InboundControl:
             self.end(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
         if late:
             self.grant_queued()
-        return bool(self.requests)
+        for expected in [expected for expected in self.expected.values() if expected.deadline < now]:
+            waited = round(expected.deadline - expected.begun, 3)
+            self._drop_expected(expected, DeadlineExceeded("a prefill node's request", "any of them", waited))
+        return bool(self.requests or self.expected)
 
     def close(self, error: PdtxError) -> None:
         """Grant nothing more, and end every request. What is asked for later is refused."""
         self.closing = error
         self.end_where(lambda _: True, error, tell=True)
+        for expected in list(self.expected.values()):
+            self._drop_expected(expected, error)
+
+    # -- requests whose block tables are the caller's -----------------------------------------------------------------
+
+    def expect(self, expected: Expectation) -> None:
+        """Let a request in as soon as a producer asks for it. Raises InputError for a request id in use."""
+        name = expected.request_id
+        if self.closing is not None:
+            raise self.closing
+        if name in self.expected or any(r.request_id == name and r.expected for r in self.requests.values()):
+            raise InputError(f"request id {name!r} is in use")
+        self.expected[name] = expected
+        if self._scrubs:
+            self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
+        else:
+            self._on_clean(expected)
+
+    def _on_clean(self, expected: Expectation) -> None:
+        expected.clean = True
+        if expected.error is None:
+            self._match_expected(expected.request_id)
+        else:
+            self._return_expected(expected, expected.error)
+
+    def _match_expected(self, request_id: str) -> None:
+        """Grant a request that is both asked for and expected."""
+        expected, request = self.expected.get(request_id), self.unmatched.get(request_id)
+        if expected is None or request is None or not expected.clean:
+            return
+        del self.expected[request_id], self.unmatched[request_id]
+        request.expected, request.blocks = True, expected.blocks
+        request.tables = tuple(blocks.ids.copy() for blocks in expected.blocks.groups)
+        request.deadline = min(request.deadline, expected.deadline)
+        if expected.num_tokens != request.num_tokens:
+            text = f"the prompt has {request.num_tokens} tokens, and {expected.num_tokens} are expected here"
+            self.end(request, TransferError(text))
+            return
+        request.needs = needs_of_tables(self.cache.groups, expected)
+        request.go(InboundState.LOADING)
+        self._grant(request, Fetched(num_tokens=expected.cached_tokens))
+
+    def deliver(self, request: InboundRequest, error: PdtxError | None) -> None:
+        """An expected request has all arrived. error: what verification found."""
+        if error is not None:
+            self.fail(request, error)
+        elif not request.has_ended:
+            self.release(request)
+            self.finish(request, _received(request))
+
+    def _drop_expected(self, expected: Expectation, error: PdtxError) -> None:
+        """Expect a request no more; its blocks are the caller's again, once they are not being filled with poison."""
+        del self.expected[expected.request_id]
+        expected.error = error
+        if expected.clean:
+            self._return_expected(expected, error)
+
+    def _return_expected(self, expected: Expectation, error: PdtxError) -> None:
+        self.pool.retire(expected.blocks)
+        self.arrived.append(Arrived(expected.request_id, error, None))
+
+    def cancel_named(self, request_id: str, reason: str) -> None:
+        """End the request of a name, whether it was asked for as yet or not. Unknown ones have ended already."""
+        error = TransferAborted(f"request {request_id} was cancelled: {reason}")
+        if (expected := self.expected.get(request_id)) is not None:
+            self._drop_expected(expected, error)
+        self.end_where(lambda request: request.request_id == request_id, error, tell=True)
+
+    def take_arrived(self) -> list[Arrived]:
+        """Return what has ended since the last call."""
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
@@ -430,6 +520,20 @@ class InboundControl:
         self.fail(
             request, TransferError(f"{request.session.engine_id} completed {request.request_id} wrongly: {claims}")
         )
+
+
+def _received(request: InboundRequest) -> Finished:
+    """Return the message that a request which nobody decodes here has arrived."""
+    return Finished(
+        request_id=request.request_id,
+        token_ids=[],
+        text="",
+        verified=request.verified,
+        wrong=0,
+        received_bytes=request.received_bytes,
+        received_runs=request.received_runs,
+        times={},
+    )
 
 
 def _arrived(request: InboundRequest) -> bool:

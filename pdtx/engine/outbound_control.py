@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches
+from pdtx.cache import AllocatingBlockPool, BlockTables, CallerBlocks, CallerTables, GroupBlocks, KVCaches
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Posted, Probe
@@ -72,8 +72,8 @@ class OutboundEffects(Protocol):
 class OutboundControl:
     """The producer's requests and their session. Every method is an event of the control thread, and none blocks."""
 
-    def __init__(self, cache: KVCaches, allocator: GroupAllocator, effects: OutboundEffects) -> None:
-        self.cache, self.allocator, self.effects = cache, allocator, effects
+    def __init__(self, cache: KVCaches, pool: AllocatingBlockPool | CallerBlocks, effects: OutboundEffects) -> None:
+        self.cache, self.pool, self.effects = cache, pool, effects
         self.requests: dict[str, OutboundRequest] = {}  # those without an outcome
         self.draining: dict[OutboundRequest, None] = {}  # those whose blocks are still being read
         self.ended: list[OutboundRequest] | None = None  # for poll(), once somebody polls
@@ -200,25 +200,41 @@ class OutboundControl:
 
     # -- a request's life ---------------------------------------------------------------------------------------------
 
-    def begin(self, request: OutboundRequest, blocks: GroupBlocks | None, places: Sequence[range]) -> None:
-        """Take blocks for a request, where it has none, and ask for a grant as soon as there is a session.
+    def begin(self, request: OutboundRequest, places: Sequence[range]) -> None:
+        """Take blocks for a request, and ask for a grant as soon as there is a session.
 
-        Raises OutOfBlocks, InputError for a request id in use, or what ended the last session for good.
+        places: of each group's table that need a block. Raises OutOfBlocks, InputError for a request id in use, or
+        what ended the last session for good.
         """
+        self._check_new(request)
+        if isinstance(self.pool, CallerBlocks):
+            raise InputError("blocks are the caller's here; give tables, one for each group")
+        request.blocks = self.pool.allocate([len(place) for place in places])
+        self._set_tables(request, request.blocks.tables(places))
+        self.requests[request.request_id] = request
+        self.advance()
+
+    def begin_in(self, request: OutboundRequest, blocks: CallerTables) -> None:
+        """Begin a request in blocks of the caller's, which are given back where it cannot be. Raises as begin()."""
+        try:
+            self._check_new(request)
+        except PdtxError:
+            self.pool.free(blocks)
+            raise
+        request.blocks = blocks
+        self._set_tables(request, tuple(own.ids for own in blocks.groups))
+        self.requests[request.request_id] = request
+        self.advance()
+
+    def _check_new(self, request: OutboundRequest) -> None:
         if self.over is not None:
             raise self.over
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use")
-        if blocks is None:
-            blocks = self.allocator.allocate([len(place) for place in places])
-        request.blocks = blocks
-        self._set_tables(request, blocks.tables(places))
-        self.requests[request.request_id] = request
-        self.advance()
 
     def _set_tables(self, request: OutboundRequest, tables: tuple[Int64s, ...]) -> None:
         request.sources = tables
-        request.tables = tuple(torch.as_tensor(table, device=self.cache.device) for table in tables)
+        request.tables = tuple(torch.tensor(table, device=self.cache.device) for table in tables)
 
     def _ask(self, request: OutboundRequest) -> None:
         request.go(OutboundState.ASKED)
@@ -284,17 +300,13 @@ class OutboundControl:
             request.go(OutboundState.SENDING)
             self._complete_if_sent(request)
 
-    def extend(self, request: OutboundRequest, tables: tuple[Int64s, ...]) -> None:
-        """Take longer block tables for a request whose blocks are the caller's. Raises InputError."""
-        for group, (old, new) in enumerate(zip(request.sources, tables, strict=True)):
-            if len(new) < len(old) or not np.array_equal(new[: len(old)], old):
-                name = self.cache.groups[group].name
-                raise InputError(
-                    f"request {request.request_id}: the new block table of group {name} ({len(new)} blocks) does not "
-                    f"go on from the present one ({len(old)} blocks); give the whole table, with new blocks at its end"
-                )
+    def extend(self, request: OutboundRequest, tables: BlockTables) -> None:
+        """Go on with longer block tables. Raises CacheError, or InputError where blocks are not the caller's."""
+        if not isinstance(self.pool, CallerBlocks):
+            raise InputError("the blocks of a producer with a pool of its own do not grow")
         if not request.has_outcome:
-            self._set_tables(request, tables)
+            request.blocks = blocks = self.pool.extend(request.own_blocks, tables)
+            self._set_tables(request, tuple(own.ids for own in blocks.groups))
 
     def end(self, request: OutboundRequest, error: PdtxError | None, *, tell: bool = True) -> None:
         """End a request: error says why it failed; None where `finished` has been set. Its blocks follow.
@@ -332,7 +344,7 @@ class OutboundControl:
         if not request.returned and request.state in (OutboundState.RELEASED, OutboundState.DRAINING):
             request.returned = True
             if request.blocks is not None:
-                self.allocator.free(request.blocks)
+                self.pool.free(request.blocks)
             self.effects.ring()
         if request.state is OutboundState.DRAINING:
             request.go(OutboundState.ENDED)
@@ -347,7 +359,7 @@ class OutboundControl:
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""
-        self.allocator.unhold(blocks)
+        self.pool.unhold(blocks)
         self.effects.ring()
 
     def _complete_if_sent(self, request: OutboundRequest) -> None:

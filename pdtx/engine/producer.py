@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches, record_fence
+from pdtx.cache import BlockTables, CallerBlocks, CallerTables, GroupAllocator, GroupBlocks, KVCaches, record_fence
 from pdtx.engine.control import ControlChannel
 from pdtx.engine.describe import facts_of
 from pdtx.engine.opening import SessionOpener
@@ -15,9 +15,16 @@ from pdtx.engine.owner import ControlThread
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
-from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerLost, ProtocolError, TransferAborted
+from pdtx.errors import (
+    DeadlineExceeded,
+    IncompatiblePeer,
+    InputError,
+    PdtxError,
+    PeerLost,
+    ProtocolError,
+    TransferAborted,
+)
 from pdtx.plan import CostTable, Mode
-from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome
 from pdtx.sidechannel import Security
 from pdtx.transports import Mover, Path, TransferHandle
@@ -31,7 +38,7 @@ class KVProducer:
     """The prefill node's engine: one consumer, many requests. Safe to use from several threads.
 
     mode: how pieces move; auto picks for each by costs, of transports on this machine.
-    allocator: of the cache's blocks; None for one of its own.
+    blocks: the caller's, whose block tables begin() and extend() take; None for a pool of the producer's own.
 
     The life of a request: begin() asks for a grant; layer_ready() as each layer is computed; computed() after the last
     one; wait(), or poll(), for what the consumer made of it. Blocks are given back when the consumer releases them, or
@@ -47,18 +54,18 @@ class KVProducer:
         engine_id: str | None = None,
         mode: Mode = Mode.AUTO,
         costs: CostTable | None = None,
-        allocator: GroupAllocator | None = None,
+        blocks: CallerBlocks | None = None,
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
         self.registration = CacheRegistration()
-        self.allocator = allocator or GroupAllocator.of(cache.groups)
+        self.pool: GroupAllocator | CallerBlocks = blocks or GroupAllocator.of(cache.groups)
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
         facts = facts_of(description, whose="this node's")
         self._opener = SessionOpener(self.engine_id, cache, facts, mover, mode=mode, costs=costs or CostTable({}))
         self._bell = threading.Condition()
         self._channel: ControlChannel | None = None
         effects = _Effects(self)
-        self.core = OutboundControl(cache, self.allocator, effects)
+        self.core = OutboundControl(cache, self.pool, effects)
         self.control = ControlThread("pdtx-producer", self.core.tick)
         self._shipper = Shipper(cache, effects)
 
@@ -121,12 +128,15 @@ class KVProducer:
         timeout_s: float,
         ignore_eos: bool = False,
         num_tokens: int | None = None,
+        tables: BlockTables | None = None,
     ) -> OutboundRequest:
         """Take blocks for a prompt and ask the consumer for a grant; waits neither for it nor for a session.
 
-        num_tokens: of the prompt, where token_ids are not named; a consumer's tiers need those.
-        Raises OutOfBlocks, InputError for a request id in use, ProtocolError for a request that no message can carry,
-        or what ended the last session for good.
+        num_tokens: of the prompt, where token_ids are not named; a consumer's tiers need those. max_tokens: that the
+        consumer is to generate; 0 where it decides by itself. timeout_s: within which the consumer must have finished.
+        tables: a block table for each group, where blocks are the caller's; they may grow by extend().
+        Raises OutOfBlocks, InputError for a request id in use, CacheError for tables that cannot be, ProtocolError for
+        a request that no message can carry, or what ended the last session for good.
         """
         count = len(token_ids) if num_tokens is None else num_tokens
         request = OutboundRequest(
@@ -137,13 +147,21 @@ class KVProducer:
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
         )
-        places = [group.table_blocks(count) for group in self.cache.groups]
-        return self._begin(request, None, places)
+        if isinstance(self.pool, CallerBlocks):
+            if tables is None:
+                raise InputError("blocks are the caller's here; give tables, one for each group")
+            return self._begin(request, self.pool.take(tables), [])
+        if tables is not None:
+            raise InputError("this producer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
+        return self._begin(request, None, [group.table_blocks(count) for group in self.cache.groups])
 
-    def _begin(self, request: OutboundRequest, blocks: GroupBlocks | None, places: Sequence[range]) -> OutboundRequest:
+    def _begin(self, request: OutboundRequest, blocks: CallerTables | None, places: Sequence[range]) -> OutboundRequest:
         request.owner = self.control
         try:
-            self.control.call(self.core.begin, request, blocks, places)
+            if blocks is not None:
+                self.control.call(self.core.begin_in, request, blocks)
+            else:
+                self.control.call(self.core.begin, request, places)
             if isinstance(request.error, ProtocolError) and request.grant is None:  # it was asked for in vain
                 raise request.error
         except BaseException:
@@ -156,12 +174,13 @@ class KVProducer:
         """Return how many blocks a prompt of num_tokens takes of each group."""
         return [len(group.table_blocks(num_tokens)) for group in self.cache.groups]
 
-    def extend(self, request: OutboundRequest, tables: Sequence[Int64s]) -> None:
+    def extend(self, request: OutboundRequest, tables: BlockTables) -> None:
         """Give a request longer block tables, one for each group, as chunked prefill takes more blocks.
 
-        Raises InputError for tables that do not go on from the present ones.
+        What is layer_ready() later may lie in them. A request that has ended takes no notice. Raises CacheError for
+        tables that do not go on from the present ones, InputError where blocks are not the caller's.
         """
-        self.control.call(self.core.extend, request, tuple(tables))
+        self.control.call(self.core.extend, request, tables)
 
     def layer_ready(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
         """Ship what tokens start..stop have made of one layer of a buffer, which now lies in the cache.
@@ -214,9 +233,16 @@ class KVProducer:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
+    @property
+    def allocator(self) -> GroupAllocator:
+        """The pool that blocks are taken from. Raises InputError where they are the caller's."""
+        if isinstance(self.pool, CallerBlocks):
+            raise InputError("blocks are the caller's here; there is no allocator")
+        return self.pool
+
     def hold(self, blocks: GroupBlocks) -> None:
         """Keep a request's blocks out of the pool, even when it ends, until unhold. Raises StaleBlocks."""
-        self.allocator.hold(blocks)
+        self.pool.hold(blocks)
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""

@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class Scrubber:
-    """Fills blocks of a cache with poison, in the order in which they come. done(ids): called on its thread."""
+    """Fills blocks of a cache with poison, in the order in which they come."""
 
-    def __init__(self, cache: KVCaches, done: Callable[[Sequence[Int64s]], None]) -> None:
-        self._cache, self._done = cache, done
-        self._work: queue.SimpleQueue[Sequence[Int64s] | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
+    def __init__(self, cache: KVCaches) -> None:
+        self._cache = cache
+        self._work: queue.SimpleQueue[tuple[Sequence[Int64s], Callable[[], None]] | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
         self._thread = threading.Thread(target=self._run, name="pdtx-scrubber", daemon=True)
         self._thread.start()
 
-    def scrub(self, ids: Sequence[Int64s]) -> None:
-        """Fill blocks of each group; returns at once."""
-        self._work.put(ids)
+    def scrub(self, ids: Sequence[Int64s], done: Callable[[], None]) -> None:
+        """Fill blocks of each group; returns at once. done: called on this object's thread."""
+        self._work.put((ids, done))
 
     def close(self) -> None:
         """Stop after what was given so far. Idempotent."""
@@ -30,7 +30,8 @@ class Scrubber:
         self._thread.join()
 
     def _run(self) -> None:
-        while (ids := self._work.get()) is not None:
+        while (item := self._work.get()) is not None:
+            ids, done = item
             try:
                 for group, own in enumerate(ids):
                     self._cache.poison(group, own)
@@ -39,4 +40,4 @@ class Scrubber:
                 # Blocks that may hold anything must not be granted to a consumer that verifies: they stay out.
                 logger.exception("blocks could not be filled with poison, and are lost to the pool")
                 continue
-            self._done(ids)
+            done()

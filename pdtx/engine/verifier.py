@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-from pdtx.cache import GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
+from pdtx.cache import CallerBlocks, GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
 from pdtx.cache.verify import NOTHING_COMPARED, Kind, Meant, Mismatch, Naming
 from pdtx.engine.inbound import GroupNeed, InboundRequest, Session
 from pdtx.errors import DeadlineExceeded, PdtxError, ProtocolError, VerificationError
@@ -44,8 +44,10 @@ class _Subject:
 class Verifier:
     """Compares requests that have arrived in cache with what their producers show. send: sends a producer a message."""
 
-    def __init__(self, cache: KVCaches, allocator: GroupAllocator, send: Callable[[Session, Message], None]) -> None:
-        self._cache, self._allocator, self._send = cache, allocator, send
+    def __init__(
+        self, cache: KVCaches, pool: GroupAllocator | CallerBlocks, send: Callable[[Session, Message], None]
+    ) -> None:
+        self._cache, self._pool, self._send = cache, pool, send
 
     def verify(self, request: InboundRequest) -> Verification:
         """See KVConsumer.verify."""
@@ -146,20 +148,25 @@ class Verifier:
             raise VerificationError(f"{total} 2-byte words outside the request's tokens were written: {where}", total)
 
     def _strays(self, request: InboundRequest, subject: _Subject) -> int:
-        """Count written words where no payload may lie: in free blocks, and in the request's beside its positions."""
+        """Count written words where no payload may lie: in the request's blocks beside its positions, and in free ones.
+
+        Free blocks of memory or pools that others own are theirs, and may hold anything.
+        """
         buffer, group = subject.buffer, subject.buffer.group
 
         def count(ids: Int64s, from_position: int = 0) -> int:
             return buffer.unpoisoned(torch.as_tensor(ids, device=buffer.device), from_position)
 
-        free = self._allocator.free_blocks()
-        written = buffer.written_blocks().cpu().numpy()
-        # Blocks handed out while we looked may well have been written; all others must not.
-        # The null block is nobody's, so it is nobody's to write.
-        untouched = np.append(self._allocator.untouched(free)[group], NULL_BLOCK)
-        strays = count(untouched[written[untouched]])
-        if request.blocks is not None:
-            strays += count(request.blocks.groups[group].ids[len(subject.need.granted) :])
+        strays = 0
+        if isinstance(self._pool, GroupAllocator) and self._cache.owned:
+            free = self._pool.free_blocks()
+            written = buffer.written_blocks().cpu().numpy()
+            # Blocks handed out while we looked may well have been written; all others must not.
+            # The null block is nobody's, so it is nobody's to write.
+            untouched = np.append(self._pool.untouched(free)[group], NULL_BLOCK)
+            strays = count(untouched[written[untouched]])
+        later = request.tables[group][subject.need.granted.stop :]
+        strays += count(later[later != NULL_BLOCK])
         if not subject.need.positions or "token" not in buffer.layout.sliceable:
             # Blocks that only move whole bring their last positions along, whoever needs them.
             return strays
