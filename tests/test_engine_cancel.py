@@ -1,0 +1,217 @@
+"""Requests that are cancelled on either side, at any moment: what has not begun never crosses, and nothing leaks."""
+
+import random
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from pdtx.engine import KVProducer, OutboundRequest
+from pdtx.engine.states import OutboundState
+from pdtx.errors import InputError, PdtxError, TransferAborted, TransferError
+from pdtx.testing.pair import Leaks
+from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
+from tests.contract_subjects import sampled
+from tests.engine_pair import (
+    LAYERS,
+    Pair,
+    WrappedMover,
+    all_free,
+    begin,
+    finished,
+    make_cache,
+    settle,
+    ship,
+    wait_until,
+)
+from tests.faulty_mover import FaultyConnection, Post
+
+ROUNDS = 200
+TOKENS = 100
+
+
+def usable(name: str) -> str:
+    try:
+        make_mover(name).close()
+    except InputError as error:
+        pytest.skip(f"mover {name}: {error}")
+    return name
+
+
+def roomy(mover: str) -> Pair:
+    source = make_cache(num_blocks=40, num_layers=8)
+    return Pair(source, make_cache("flashinfer_hnd", 32, num_blocks=20, num_layers=8), mover=mover)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mover", sampled(("inproc", "tcp", "shm", "ucx"), ("inproc",)))
+def test_random_cancels_leave_nothing_behind(mover: str) -> None:
+    """Some requests finish, some are cancelled here or there; after all of them everything is as it was."""
+    chance = random.Random(7)
+    with roomy(usable(mover)) as pair:
+        finish_one(pair, "first")  # so that every thread there is has begun
+        leaks, decoder = Leaks(), Decoder(pair, chance)
+        with decoder:
+            for number in range(ROUNDS):
+                cancel_one(pair, f"r{number}", chance)
+            wait_until(lambda: not pair.consumer.core.requests, "the consumer's end of all of them", 30.0)
+        pair.require_all_free(30.0)
+        assert not pair.producer.core.requests
+        assert not pair.producer.core.draining
+        assert not pair.consumer.core.draining
+        assert pair.producer.control.errors == pair.consumer.control.errors == 0
+        leaks.require_none("cancelled requests")
+        finish_one(pair, "last")
+
+
+def cancel_one(pair: Pair, name: str, chance: random.Random) -> None:
+    """Begin a request and cancel it after a while, maybe."""
+    request = begin(pair.producer, TOKENS, name)
+    moment = chance.choice(("begun", "granted", "computing", "computed", "never"))
+    if moment == "granted":
+        wait_until(lambda: request.state is not OutboundState.ASKED, "a grant")
+    if moment in ("computing", "computed", "never"):
+        ship(pair.producer, request, [chance.randrange(1, TOKENS)], complete=moment != "computing")
+    time.sleep(chance.choice((0.0, 0.0, 0.001, 0.005)))
+    if moment == "never":
+        try:
+            pair.producer.wait(request)
+        except PdtxError:
+            return
+        return
+    pair.producer.cancel(request, "chance")
+    settle(pair.producer)
+    assert request.has_outcome
+
+
+class Decoder:
+    """Takes what has arrived, and verifies it, or cancels it."""
+
+    def __init__(self, pair: Pair, chance: random.Random) -> None:
+        self.pair, self.stop, self.chance = pair, threading.Event(), random.Random(chance.random())
+        self.thread = threading.Thread(target=self.run)
+        self.problems = list[BaseException]()
+
+    def run(self) -> None:
+        consumer = self.pair.consumer
+        while not self.stop.is_set():
+            request = consumer.next_ready(0.02)
+            if request is None:
+                continue
+            try:
+                if self.chance.random() < 0.3:
+                    consumer.cancel(request, "chance")
+                else:
+                    consumer.verify(request)
+                    consumer.release(request)
+                    consumer.finish(request, finished(request))
+            except TransferError:  # cancelled by the producer meanwhile
+                pass
+            except BaseException as error:  # noqa: BLE001 - told to the test
+                self.problems.append(error)
+            consumer.let_go(request)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+        assert not self.problems
+
+
+def finish_one(pair: Pair, name: str) -> None:
+    request = begin(pair.producer, TOKENS, name)
+    ship(pair.producer, request)
+    pair.finish(pair.next_ready())
+    assert pair.producer.wait(request).text == "done"
+
+
+class Stuck:
+    """Puts that begin only when they are let go: the first one moves, the others wait at the transport."""
+
+    def __init__(self) -> None:
+        self.handles = list[TransferHandle]()
+
+    def __call__(self, key: TransferKey, idle: TransferHandle, post: Post) -> TransferHandle:
+        if key.request_id != "r":
+            return post()
+        handle = TransferHandle(key, 64, "the consumer", idle.deadline)
+        if not self.handles:
+            handle.post()
+        self.handles.append(handle)
+        return handle
+
+
+def test_what_waits_at_the_transport_is_withdrawn_and_what_moves_keeps_the_blocks() -> None:
+    stuck = Stuck()
+    wrap = partial(WrappedMover, wrap=lambda inner: FaultyConnection(inner, stuck, []))
+    with Pair(make_cache(num_blocks=20), wrap=wrap) as pair:
+        request = begin(pair.producer, 20)
+        received = pair.received("r")
+        ship(pair.producer, request)
+        wait_until(lambda: len(stuck.handles) == LAYERS, "all pieces at the transport")
+        settle(pair.producer)
+        pair.producer.cancel(request, "nobody waits for it any more")
+        with pytest.raises(TransferAborted, match=r"^request r was cancelled: nobody waits for it any more$"):
+            pair.producer.wait(request)
+        assert [handle.state.value for handle in stuck.handles] == ["posted", "aborted", "aborted"]
+        settle(pair.producer)
+        assert not all_free(pair.producer.allocator), "a transfer still reads them"
+        wait_until(lambda: received.error is not None, "the consumer to learn of it")
+        assert "was cancelled: nobody waits for it any more" in str(received.error)
+        finish_next(pair)
+        stuck.handles[0].finish()
+
+
+def finish_next(pair: Pair) -> None:
+    """The next request goes on at once, while the last piece of the cancelled one still moves."""
+    request = begin(pair.producer, 20, "next")
+    ship(pair.producer, request)
+    pair.finish(pair.next_ready())
+    assert pair.producer.wait(request).text == "done"
+
+
+def test_a_consumer_that_cancels_stops_the_producer() -> None:
+    stuck = Stuck()
+    wrap = partial(WrappedMover, wrap=lambda inner: FaultyConnection(inner, stuck, []))
+    with Pair(make_cache(num_blocks=20), wrap=wrap) as pair:
+        request = begin(pair.producer, 20)
+        received = pair.received("r")
+        ship(pair.producer, request)
+        wait_until(lambda: len(stuck.handles) == LAYERS, "all pieces at the transport")
+        pair.consumer.cancel(received, "the client went away")
+        with pytest.raises(TransferError, match=r"decode-.* failed in payload: .*was cancelled: the client went away"):
+            pair.producer.wait(request)
+        wait_until(lambda: [h.state.final for h in stuck.handles] == [False, True, True], "what waits withdrawn")
+        stuck.handles[0].finish()
+
+
+def test_a_cancelled_request_that_was_not_asked_for_costs_nothing() -> None:
+    with Pair(mover="tcp") as pair:
+        first: OutboundRequest = begin(pair.producer, 20)
+        pair.producer.cancel(first, "at once")
+        pair.producer.cancel(first, "again")
+        with pytest.raises(TransferAborted, match="at once"):
+            pair.producer.wait(first)
+        finish_next(pair)
+
+
+def test_begin_does_not_wait_after_a_cancel() -> None:
+    """Not even where a piece of the cancelled request never ends by itself."""
+    stuck = Stuck()
+
+    def wrap(inner: Connection) -> Connection:
+        return FaultyConnection(inner, stuck, [])
+
+    with Pair(make_cache(num_blocks=20), wrap=partial(WrappedMover, wrap=wrap)) as pair:
+        producer: KVProducer = pair.producer
+        request = begin(producer, 20)
+        ship(producer, request)
+        wait_until(lambda: len(stuck.handles) == LAYERS, "all pieces at the transport")
+        producer.cancel(request, "enough")
+        later = begin(producer, 20, "later")
+        wait_until(lambda: later.grant is not None, "a grant, while the piece still moves")
+        producer.cancel(later, "enough")
+        stuck.handles[0].finish()
