@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from pdtx.kvspec import FullAttentionSpec
 
+# Every change of a request is checked to come from the thread that owns it, in the nodes that tests start as well.
+os.environ.setdefault("PDTX_DEBUG", "1")
+
 # No clock and, in CI, no chance: a failure that can be run again is worth more than one more example.
 _DEV = settings(max_examples=100, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", _DEV)

@@ -145,4 +145,4 @@ def _set_checked(record: Owned, name: str, value: Any) -> None:  # noqa: ANN401 
 
 
 if os.environ.get(DEBUG_VARIABLE):
-    Owned.__setattr__ = _set_checked  # type: ignore[method-assign,assignment]
+    setattr(Owned, "__setattr__", _set_checked)  # noqa: B010 - mypy knows no other way
