@@ -64,7 +64,7 @@ def run(address: str, mover: str, deadline_s: float, renews: bool, beat_s: float
     moving = faulty(make_mover(mover), wrap=wrap)
     producer = KVProducer(cache, describe(cache), moving)
     if not renews:
-        producer.core._broken = lambda now: None  # type: ignore[method-assign]
+        producer.core.session.problem = lambda now, moving: None  # type: ignore[method-assign]
     producer.connect(address, security=OPEN)
     pipe.send(producer.engine_id)
     for name, limit_s in (("stopped", deadline_s), ("after", 10.0)):

@@ -567,7 +567,7 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
         other = pair.connect()
         wait_until(lambda: mine.grant is not None, "a grant")
         key = TransferKey("mine", 0, 1, 0, 20)
-        assert other.core.route is not None
+        assert other.core.session.route is not None
         assert mine.grant is not None
         plan = build_plan(
             Endpoint.of(other.cache.buffers[0].layout, [1, 2]),
@@ -575,7 +575,7 @@ def test_a_payload_for_a_request_of_another_session_is_refused() -> None:
             range(20),
             range(1),
         )
-        handle = other.core.route.connection.put(
+        handle = other.core.session.route.connection.put(
             key, Region(other.cache.buffers[0].ranks[0].memory), plan.flat, time.monotonic() + PATIENCE_S
         )
         with pytest.raises(TransferRefused, match=r"request mine layers 0..1 tokens 0..20 was not granted"):
@@ -824,7 +824,7 @@ def test_a_consumer_that_closes_fails_what_it_had() -> None:
         for request in (going, queued):
             with pytest.raises(PdtxError, match=r"decode-.* (is closing|closed)|closed the connection"):
                 pair.producer.wait(request)
-        wait_until(lambda: pair.producer.core.lost is not None, "the producer to learn of it", 2.0)
+        wait_until(lambda: pair.producer.core.session.lost is not None, "the producer to learn of it", 2.0)
         with pytest.raises(PeerLost, match="lost decode-"):
             pair.producer.wait(begin(pair.producer, 1, "late"))
 
@@ -833,8 +833,8 @@ def test_nobody_is_left_waiting_for_a_data_connection_that_broke() -> None:
     with Pair(mover="tcp") as pair:
         request = begin(pair.producer, 20)
         wait_until(lambda: request.grant is not None, "a grant")
-        assert pair.producer.core.route is not None
-        pair.producer.core.route.connection.close()
+        assert pair.producer.core.session.route is not None
+        pair.producer.core.session.route.connection.close()
         with pytest.raises(TransferError, match="failed in payload: the data connection ended"):
             pair.producer.wait(request)
 

@@ -105,7 +105,7 @@ def test_a_request_and_its_blocks_wait_for_each_other(mover: str, first: str) ->
         others = callers.destination.canonical(0, torch.tensor([6]), 0, 32)
         if first == "asked":
             request = callers.begin()
-            wait_until(lambda: bool(callers.consumer.core.unmatched), "the request")
+            wait_until(lambda: bool(callers.consumer.core.expectations.unmatched), "the request")
             callers.consumer.expect("r", TOKENS, [[5, 4]], deadline_s=20.0)
         else:
             callers.consumer.expect("r", TOKENS, [[5, 4]], deadline_s=20.0)
@@ -176,7 +176,7 @@ def test_only_blocks_that_a_request_names_are_poisoned_and_never_the_null_block(
             callers.destination.view(layer)[:] = 2.0
         callers.consumer.expect("r", TOKENS, [[5, 4]], deadline_s=20.0)
         settle(callers.consumer)
-        wait_until(lambda: all(e.clean for e in callers.consumer.core.expected.values()), "the poison")
+        wait_until(lambda: all(e.clean for e in callers.consumer.core.expectations.expected.values()), "the poison")
         poisoned = (callers.destination.view(0).view(torch.int16) == POISON).flatten(2).all(-1).all(0)
         assert poisoned.nonzero().flatten().tolist() == [4, 5]
         callers.consumer.cancel("r", "enough")
@@ -223,7 +223,7 @@ def test_tables_that_cannot_be_are_refused_at_once(
     with Callers() as callers:
         with pytest.raises(error, match=text):
             call(callers.consumer)
-        assert not callers.consumer.core.expected
+        assert not callers.consumer.core.expectations.expected
         pool = callers.consumer.pool
         assert isinstance(pool, CallerBlocks)
         assert pool.num_leases == 0

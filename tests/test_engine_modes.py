@@ -192,8 +192,8 @@ def test_both_ways_are_counted_with_the_first_reason_of_each() -> None:
     assert (picks.text, picks.reason) == ("", "")
     picker = ModePicker(Mode.AUTO, stages=False, mover="m", device="cpu", table=CostTable({}))
     with Pair() as pair:
-        assert pair.producer.core.route is not None
-        match = pair.producer.core.route.match
+        assert pair.producer.core.session.route is not None
+        match = pair.producer.core.session.route.match
         plan = match.buffers[0].plan(
             match.buffers[0].moves[0],
             match.buffers[0].source(pair.sources.buffers[0].layout.block_steps([1])),

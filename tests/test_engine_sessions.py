@@ -44,9 +44,9 @@ MOVERS = ("inproc", "tcp", "shm")
 
 def cut(pair: Pair) -> str:
     """End the producer's data connection; return the session that it belonged to."""
-    assert pair.producer.core.route is not None
+    assert pair.producer.core.session.route is not None
     assert pair.producer.consumer is not None
-    pair.producer.core.route.connection.close()
+    pair.producer.core.session.route.connection.close()
     return pair.producer.consumer.session_id
 
 
@@ -201,10 +201,10 @@ def test_a_control_channel_lost_while_a_new_session_is_made_is_dialled_again(mon
         (session,) = pair.consumer.core.sessions.values()
 
         def make(*facts: Any) -> Hello:  # noqa: ANN401 - as make_hello
-            if producer.core.lost is None:
+            if producer.core.session.lost is None:
                 assert listener is not None
                 listener.send(session.peer, Bye(reason="nothing heard for 5 s"))
-                wait_until(lambda: producer.core.lost is not None, "the loss")
+                wait_until(lambda: producer.core.session.lost is not None, "the loss")
             return make_hello(*facts)
 
         monkeypatch.setattr("pdtx.engine.opening.make_hello", make)
@@ -219,7 +219,7 @@ def test_another_consumer_at_the_address_is_greeted_as_such() -> None:
     with Pair(mover="tcp") as pair:
         serve(pair)
         pair.consumer.close()
-        wait_until(lambda: pair.producer.core.lost is not None, "the loss")
+        wait_until(lambda: pair.producer.core.session.lost is not None, "the loss")
         pair.consumer = KVConsumer(pair.destinations, describe(pair.destinations), make_mover("tcp"), verify=True)
         pair.consumer.listen(pair.address, security=OPEN)
         serve(pair)
@@ -229,7 +229,7 @@ def test_another_consumer_at_the_address_is_greeted_as_such() -> None:
 def test_another_consumer_that_does_not_fit_ends_it_for_good() -> None:
     with Pair(mover="tcp") as pair:
         pair.consumer.close()
-        wait_until(lambda: pair.producer.core.lost is not None, "the loss")
+        wait_until(lambda: pair.producer.core.session.lost is not None, "the loss")
         description = describe(pair.destinations, "other weights")
         pair.consumer = KVConsumer(pair.destinations, description, make_mover("tcp"), verify=True)
         pair.consumer.listen(pair.address, security=OPEN)
@@ -242,7 +242,7 @@ def test_a_consumer_that_is_gone_ends_it_for_good(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pdtx.engine.opening.ATTEMPT_S", 0.3)
     with Pair(mover="tcp") as pair:
         pair.consumer.close()
-        wait_until(lambda: pair.producer.core.lost is not None, "the loss")
+        wait_until(lambda: pair.producer.core.session.lost is not None, "the loss")
         with pytest.raises(PeerLost, match=f"{FOR_GOOD}nobody answers at"):
             pair.producer.wait(begin(pair.producer, 20))
         begun = time.monotonic()

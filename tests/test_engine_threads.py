@@ -88,7 +88,9 @@ def test_a_piece_is_handed_over_six_times_at_most(monkeypatch: pytest.MonkeyPatc
         settle(pair.producer)
         trace(OutboundControl, "on_ready", "producer")
         trace(Shipper, "_post", "producer")
-        trace(type(pair.producer.core.route.connection), "put", "producer") if pair.producer.core.route else None
+        trace(
+            type(pair.producer.core.session.route.connection), "put", "producer"
+        ) if pair.producer.core.session.route else None
         trace(type(pair.consumer.receiver), "place", "network")
         trace(type(pair.consumer.receiver), "placed", "network")
         trace(OutboundControl, "on_piece_end", "producer")

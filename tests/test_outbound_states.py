@@ -223,8 +223,8 @@ class World:
         self.core.tick(1.0)
 
     def lose(self) -> None:
-        if self.chance.random() < 0.5 and self.core.route is not None:
-            connection = self.core.route.connection
+        if self.chance.random() < 0.5 and self.core.session.route is not None:
+            connection = self.core.session.route.connection
             assert isinstance(connection, FakeConnection)
             connection.broken = PeerLost("the connection broke")
         else:
@@ -238,9 +238,9 @@ class World:
             else:
                 self.opening = False
                 final = self.chance.random() < 0.1
-                self.core._retry_at = 0.0
+                self.core.session.retry_at = 0.0
                 self.core.on_not_opened(PeerUnreachable("nobody") if final else PeerLost("silent"))
-        self.core._retry_at = 0.0
+        self.core.session.retry_at = 0.0
 
     def run(self) -> None:
         progress = (

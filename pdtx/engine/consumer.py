@@ -262,7 +262,7 @@ class KVConsumer:
         Nothing is written into their blocks any more; those without an error are complete, and verified where this
         consumer verifies.
         """
-        return self.control.call(self.core.take_arrived)
+        return self.control.call(self.core.expectations.take_arrived)
 
     def _verify_expected(self, request: InboundRequest) -> None:
         error: PdtxError | None = None

@@ -2,20 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from pdtx.cache import AllocatingBlockPool, CallerBlocks, GroupBlocks, KVCaches
 from pdtx.engine.arrivals import Arrivals, Notice
-from pdtx.engine.describe import CacheFacts, facts_of
+from pdtx.engine.describe import CacheFacts
+from pdtx.engine.expectations import Expectations
 from pdtx.engine.granting import GrantQueue, blocks_to_poison, granted_blocks, needs_of, needs_of_tables
-from pdtx.engine.handshake import check_hello, new_session
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
+from pdtx.engine.inbound_sessions import SessionTable
 from pdtx.engine.landing import Landing
-from pdtx.engine.matching import Match, match_caches
 from pdtx.engine.owner import ControlThread
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.states import InboundState
@@ -31,7 +29,6 @@ from pdtx.errors import (
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
     Bye,
-    CacheDescription,
     Complete,
     Failure,
     Finished,
@@ -48,9 +45,6 @@ from pdtx.tiers.prefix import Fetched
 from pdtx.transports import TransferKey
 
 logger = logging.getLogger(__name__)
-
-_MATCHES_KEPT = 16
-"""Descriptions of producers' caches whose match is remembered, so that hellos cost little."""
 
 
 class InboundEffects(Protocol):
@@ -92,63 +86,44 @@ class InboundControl:
         scrubs: bool,
     ) -> None:
         self.cache, self.pool, self.receiver, self.effects = cache, pool, receiver, effects
-        self._facts, self._align, self._max_deadline_s, self._scrubs = facts, align, max_deadline_s, scrubs
-        self.sessions: dict[str, Session] = {}
+        self._align, self._max_deadline_s, self._scrubs = align, max_deadline_s, scrubs
+        self._table = SessionTable(facts, receiver)
         self.requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id); not ended
         self.draining: dict[InboundRequest, None] = {}  # ended, and payloads may still be written into their blocks
         self.queue = None if isinstance(pool, CallerBlocks) else GrantQueue(cache.groups, pool)
-        self.expected: dict[str, Expectation] = {}  # without a request as yet
-        self.unmatched: dict[str, InboundRequest] = {}  # without an expectation as yet
-        self.arrived: list[Arrived] = []  # for poll()
+        self.expectations = Expectations(pool)
         self.closing: PdtxError | None = None
         self.num_ended = self.num_failed = self.num_expired = 0  # ended; of those failed; of those by their deadline
         self.duplicate_notices = 0  # deliveries that were reported more than once
         self.unknown_notices = 0  # deliveries that were reported, of which nothing is here
         self.owner: ControlThread | None = None  # of new requests
-        self._matches: dict[bytes, Match] = {}
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
+    @property
+    def sessions(self) -> dict[str, Session]:
+        """The sessions, by their ids."""
+        return self._table.sessions
+
     def on_hello(self, peer: bytes, hello: Hello, welcome: Callable[[Session], Message]) -> None:
         """Open a session for a producer; the one it had before has ended. Raises IncompatiblePeer or ProtocolError."""
-        check_hello(hello)
-        session = new_session(peer, hello, self._match(hello.cache))
+        session = self._table.make(peer, hello)
         self._retire(peer)
-        if session.match.not_sent:
-            logger.warning("%s has %s, not sent here", session.engine_id, session.match.not_sent_text)
-        self.sessions[session.session_id] = session
-        self.receiver.add_session(session.session_id, session.token)
+        self._table.add(session)
         self.effects.send(peer, welcome(session))
-
-    def _match(self, description: CacheDescription) -> Match:
-        key = msgspec.msgpack.encode(description)
-        found = self._matches.get(key)
-        if found is None:
-            found = match_caches(facts_of(description), self._facts)
-            while len(self._matches) >= _MATCHES_KEPT:
-                del self._matches[next(iter(self._matches))]
-            self._matches[key] = found
-        return found
-
-    def _drop_sessions(self, peer: bytes) -> list[Session]:
-        gone = [session for session in self.sessions.values() if session.peer == peer]
-        for session in gone:
-            del self.sessions[session.session_id]
-            self.receiver.drop_session(session.session_id)
-        return gone
 
     def _retire(self, peer: bytes) -> None:
         """End a peer's session because it asks for another one: nothing can come over its data connection any more.
 
         What has all arrived does not need it and goes on.
         """
-        for session in self._drop_sessions(peer):
+        for session in self._table.drop(peer):
             lost = PeerLost(f"{session.engine_id} opened another session")
             self.end_where(lambda request, of=session: request.session is of and not _arrived(request), lost)  # type: ignore[misc]
 
     def on_lost(self, peer: bytes, reason: str) -> None:
         """A producer's control channel has ended, and with it all its requests."""
-        for session in self._drop_sessions(peer):
+        for session in self._table.drop(peer):
             lost = PeerLost(f"lost {session.engine_id}: {reason}")
             self.end_where(lambda request, of=session: request.session is of, lost)  # type: ignore[misc]
 
@@ -184,8 +159,8 @@ class InboundControl:
             self.queue.add(request)
             self.grant_queued()
         else:
-            self.unmatched[ask.request_id] = request
-            self._match_expected(ask.request_id)
+            self.expectations.unmatched[ask.request_id] = request
+            self._grant_expected(ask.request_id)
 
     def _problem(self, session: Session, ask: TransferRequest) -> str | None:
         """Say what is wrong with a request, if anything."""
@@ -193,7 +168,7 @@ class InboundControl:
             return str(self.closing)
         if not ask.num_tokens:
             return "the prompt has no tokens"
-        if (session.peer, ask.request_id) in self.requests or ask.request_id in self.unmatched:
+        if (session.peer, ask.request_id) in self.requests or ask.request_id in self.expectations.unmatched:
             return f"request id {ask.request_id} is in use"
         return None
 
@@ -286,8 +261,7 @@ class InboundControl:
         self.requests.pop((request.session.peer, request.request_id), None)
         if self.queue is not None:
             self.queue.remove(request)
-        if self.unmatched.get(request.request_id) is request:
-            del self.unmatched[request.request_id]
+        self.expectations.forget(request)
         request.go(InboundState.DRAINING)
         self.draining[request] = None
         self.receiver.withdraw(request.session.session_id, request.request_id, request.landing)
@@ -321,7 +295,7 @@ class InboundControl:
         if request.blocks is not None:
             self._put_back(self.pool.retire(request.blocks))
         if request.expected:
-            self.arrived.append(Arrived(request.request_id, request.error, request))
+            self.expectations.arrived.append(Arrived(request.request_id, request.error, request))
 
     def _put_back(self, ids: Sequence[Int64s]) -> None:
         """Let blocks be granted again, after they have been filled with poison where that is asked for."""
@@ -345,46 +319,46 @@ class InboundControl:
             self.end(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
         if late:
             self.grant_queued()
-        for expected in [expected for expected in self.expected.values() if expected.deadline < now]:
-            waited = round(expected.deadline - expected.begun, 3)
-            self._drop_expected(expected, DeadlineExceeded("a prefill node's request", "any of them", waited))
-        return bool(self.requests or self.expected)
+        self.expectations.tick(now)
+        return bool(self.requests or self.expectations.expected)
 
     def close(self, error: PdtxError) -> None:
         """Grant nothing more, and end every request. What is asked for later is refused."""
         self.closing = error
         self.end_where(lambda _: True, error, tell=True)
-        for expected in list(self.expected.values()):
-            self._drop_expected(expected, error)
+        self.expectations.drop_all(error)
 
-    # -- requests whose block tables are the caller's -----------------------------------------------------------------
+    def deliver(self, request: InboundRequest, error: PdtxError | None) -> None:
+        """An expected request has all arrived. error: what verification found."""
+        if error is not None:
+            self.fail(request, error)
+        elif not request.has_ended:
+            self.release(request)
+            self.finish(request, _received(request))
 
     def expect(self, expected: Expectation) -> None:
         """Let a request in as soon as a producer asks for it. Raises InputError for a request id in use."""
-        name = expected.request_id
         if self.closing is not None:
             raise self.closing
-        if name in self.expected or any(r.request_id == name and r.expected for r in self.requests.values()):
+        name = expected.request_id
+        if any(request.request_id == name and request.expected for request in self.requests.values()):
             raise InputError(f"request id {name!r} is in use")
-        self.expected[name] = expected
+        self.expectations.add(expected)
         if self._scrubs:
             self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
         else:
             self._on_clean(expected)
 
     def _on_clean(self, expected: Expectation) -> None:
-        expected.clean = True
-        if expected.error is None:
-            self._match_expected(expected.request_id)
-        else:
-            self._return_expected(expected, expected.error)
+        self.expectations.note_clean(expected)
+        self._grant_expected(expected.request_id)
 
-    def _match_expected(self, request_id: str) -> None:
+    def _grant_expected(self, request_id: str) -> None:
         """Grant a request that is both asked for and expected."""
-        expected, request = self.expected.get(request_id), self.unmatched.get(request_id)
-        if expected is None or request is None or not expected.clean:
+        found = self.expectations.match(request_id)
+        if found is None:
             return
-        del self.expected[request_id], self.unmatched[request_id]
+        expected, request = found
         request.expected, request.blocks = True, expected.blocks
         request.tables = tuple(blocks.ids.copy() for blocks in expected.blocks.groups)
         request.deadline = min(request.deadline, expected.deadline)
@@ -396,36 +370,11 @@ class InboundControl:
         request.go(InboundState.LOADING)
         self._grant(request, Fetched(num_tokens=expected.cached_tokens))
 
-    def deliver(self, request: InboundRequest, error: PdtxError | None) -> None:
-        """An expected request has all arrived. error: what verification found."""
-        if error is not None:
-            self.fail(request, error)
-        elif not request.has_ended:
-            self.release(request)
-            self.finish(request, _received(request))
-
-    def _drop_expected(self, expected: Expectation, error: PdtxError) -> None:
-        """Expect a request no more; its blocks are the caller's again, once they are not being filled with poison."""
-        del self.expected[expected.request_id]
-        expected.error = error
-        if expected.clean:
-            self._return_expected(expected, error)
-
-    def _return_expected(self, expected: Expectation, error: PdtxError) -> None:
-        self.pool.retire(expected.blocks)
-        self.arrived.append(Arrived(expected.request_id, error, None))
-
     def cancel_named(self, request_id: str, reason: str) -> None:
         """End the request of a name, whether it was asked for as yet or not. Unknown ones have ended already."""
         error = TransferAborted(f"request {request_id} was cancelled: {reason}")
-        if (expected := self.expected.get(request_id)) is not None:
-            self._drop_expected(expected, error)
+        self.expectations.drop(request_id, error)
         self.end_where(lambda request: request.request_id == request_id, error, tell=True)
-
-    def take_arrived(self) -> list[Arrived]:
-        """Return what has ended since the last call."""
-        arrived, self.arrived = self.arrived, []
-        return arrived
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
@@ -445,7 +394,7 @@ class InboundControl:
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """A message that is no hello."""
-        session = next(self._sessions_of(peer), None)
+        session = self._table.of_peer(peer)
         if session is None:
             logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
             # It may have been given up as silent while it was only slow, and take itself for connected.
@@ -457,9 +406,6 @@ class InboundControl:
             self._on_request_message(session, message)
         else:
             logger.warning("ignored a %s from %s", type(message).__name__, session.engine_id)
-
-    def _sessions_of(self, peer: bytes) -> Iterator[Session]:
-        return (session for session in self.sessions.values() if session.peer == peer)
 
     def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
         request = self.requests.get((session.peer, message.request_id))

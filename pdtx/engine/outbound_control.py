@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from pdtx.cache import AllocatingBlockPool, BlockTables, CallerBlocks, CallerTables, GroupBlocks, KVCaches
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
+from pdtx.engine.outbound_session import OutboundSession
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Posted, Probe
 from pdtx.engine.states import OutboundState
@@ -18,7 +19,6 @@ from pdtx.errors import (
     InputError,
     PdtxError,
     PeerLost,
-    PeerSilent,
     ProtocolError,
     TransferAborted,
     TransferError,
@@ -39,15 +39,6 @@ from pdtx.protocol import (
 from pdtx.transports import TransferHandle
 
 logger = logging.getLogger(__name__)
-
-_PAUSE_S = 0.05
-"""Between two attempts at a new session."""
-
-_STUCK_S = 2.0
-"""How long after its deadline a transfer may go on before its connection is given up."""
-
-_NEAR_S = 0.25
-"""The consumer may notice a deadline so much earlier: a failed request's transfer as near to its own counts as cut."""
 
 _UNGRANTED = (OutboundState.NEW, OutboundState.ASKED)
 _UNDELIVERED = (OutboundState.ASKED, OutboundState.COMPUTING, OutboundState.SENDING)
@@ -77,59 +68,25 @@ class OutboundControl:
         self.requests: dict[str, OutboundRequest] = {}  # those without an outcome
         self.draining: dict[OutboundRequest, None] = {}  # those whose blocks are still being read
         self.ended: list[OutboundRequest] | None = None  # for poll(), once somebody polls
-        self.route: Route | None = None
-        self.lost: PdtxError | None = None  # what ended the session, until there is another one
-        self.over: PdtxError | None = None  # why there will not be another one
-        self.opening: PdtxError | None = None  # what the session that is being opened replaces
-        self._retry_at = 0.0
-        self._attempt_error: PdtxError | None = None
-
-    @property
-    def peer(self) -> str:
-        """The consumer's name, for messages."""
-        return self.route.welcome.engine_id if self.route is not None else "the decode node"
+        self.session = OutboundSession()
 
     # -- the session --------------------------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Ask for grants of new requests, in a session that can carry them; or get such a session."""
         fresh = [request for request in self.requests.values() if request.state is OutboundState.NEW]
-        if not fresh or self.opening is not None:
+        session, now = self.session, time.monotonic()
+        if not fresh or session.opening is not None:
             return
-        if self.over is not None:
-            for request in fresh:
-                self.end(request, self.over, tell=False)
+        if session.over is not None:
+            self._end_all(fresh, session.over, tell=False)
             return
-        now = time.monotonic()
-        problem = self.lost or self._broken(now)
+        problem = session.problem(now, _posted([*self.requests.values(), *self.draining]))
         if problem is not None:
             self._renew(problem, fresh, now)
-        elif not self._waits_for_cut_transfers(now):
+        elif not session.waits(now, _posted(self.draining)):
             for request in fresh:
                 self._ask(request)
-
-    def _broken(self, now: float) -> PdtxError | None:
-        """Return why nothing new may be begun over the data connection, if so."""
-        route = self.route
-        if route is None:
-            return None
-        if route.ended is not None:
-            return route.ended
-        if route.failed is not None:
-            return route.failed
-        stuck = (handle for request in self._all() for handle in request.posted.values())
-        if any(handle.deadline + _STUCK_S < now for handle in stuck):
-            return TransferError("a transfer goes on after its deadline")
-        return None
-
-    def _waits_for_cut_transfers(self, now: float) -> bool:
-        """Whether transfers whose deadline has passed must end first: their end may be the connection's, too."""
-        if self.route is not None and self.route.probing:
-            return True
-        return any(handle.deadline <= now + _NEAR_S for request in self.draining for handle in request.posted.values())
-
-    def _all(self) -> list[OutboundRequest]:
-        return [*self.requests.values(), *self.draining]
 
     def _renew(self, problem: PdtxError, fresh: Sequence[OutboundRequest], now: float) -> None:
         """Leave a session whose payloads cannot go on, and get another one, with a token of its own.
@@ -137,50 +94,39 @@ class OutboundControl:
         What has been delivered goes on: it only needs the control channel. All else ends before anything new begins, so
         that nothing of the old connection can be taken for the new one's.
         """
-        if now < self._retry_at:
-            return
-        if self._attempt_error is None:
-            logger.warning("cannot go on with %s as before: %s", self.peer, problem)
-        for request in [request for request in self.requests.values() if request.state in _UNDELIVERED]:
-            self.end(request, PeerLost(f"the data connection to {self.peer} ended: {problem}"))
-        self.opening = problem
-        self.effects.open_session(self.route, max(0.0, max(request.deadline for request in fresh) - now))
+        session = self.session
+        if session.begin_opening(problem, now):
+            cut = [request for request in self.requests.values() if request.state in _UNDELIVERED]
+            self._end_all(cut, PeerLost(f"the data connection to {session.peer} ended: {problem}"), tell=True)
+            self.effects.open_session(session.route, max(0.0, max(request.deadline for request in fresh) - now))
 
     def on_opened(self, route: Route, lost: PdtxError | None) -> None:
         """Go on in a new session. lost: what has ended its control channel meanwhile."""
-        renewed = self.opening is not None
-        self.route, self.lost, self.opening, self._attempt_error = route, lost, None, None
-        if renewed:
-            logger.warning("a new session with %s is open", self.peer)
+        self.session.opened(route, lost)
         self.advance()
 
     def on_not_opened(self, error: PdtxError) -> None:
         """Try again where the consumer may only be slow, or stopped for a while; else this is the end."""
-        problem, self.opening = self.opening, None
-        if isinstance(error, PeerSilent | PeerLost | DeadlineExceeded):
-            self.lost = self._attempt_error = error
-            self._retry_at = time.monotonic() + _PAUSE_S
-        elif self.over is None:
-            text = f"{problem}; a new session with {self.peer} cannot be had: {error}"
-            self.over = self.lost = PeerLost(text)
+        self.session.not_opened(error)
         self.effects.ring()
         self.advance()
 
     def on_lost(self, error: PdtxError) -> None:
         """The control channel ended: so do all requests that were asked for."""
-        self.lost = self.lost or error
-        for request in [request for request in self.requests.values() if request.state is not OutboundState.NEW]:
-            self.end(request, error, tell=False)
+        self.session.lost = self.session.lost or error
+        asked = [request for request in self.requests.values() if request.state is not OutboundState.NEW]
+        self._end_all(asked, error, tell=False)
         self.effects.ring()
         self.advance()
 
     def close(self, error: PdtxError) -> None:
         """End everything, for good."""
-        self.over = self.over or error
-        self.lost = self.lost or self.over
-        for request in list(self.requests.values()):
-            self.end(request, self.over, tell=False)
+        self._end_all(list(self.requests.values()), self.session.close(error), tell=False)
         self.effects.ring()
+
+    def _end_all(self, requests: Sequence[OutboundRequest], error: PdtxError, *, tell: bool) -> None:
+        for request in requests:
+            self.end(request, error, tell=tell)
 
     def tick(self, now: float) -> bool:
         """End requests whose deadline has passed, and go on with what waits; whether there is anything to wait for."""
@@ -191,12 +137,12 @@ class OutboundControl:
 
     def _expire(self, request: OutboundRequest) -> None:
         detail = f"{request.nbytes} bytes shipped, {request.unsent} pieces of them not acknowledged"
-        if request.state is OutboundState.NEW and self._attempt_error is not None:
-            detail = str(self._attempt_error)
+        if request.state is OutboundState.NEW and self.session.attempt_error is not None:
+            detail = str(self.session.attempt_error)
         elif request.posted:
             detail += f", first {next(iter(request.posted))}"
         waited = round(request.deadline - request.begun, 3)
-        self.end(request, DeadlineExceeded(request.phase, self.peer, waited, detail))
+        self.end(request, DeadlineExceeded(request.phase, self.session.peer, waited, detail))
 
     # -- a request's life ---------------------------------------------------------------------------------------------
 
@@ -227,8 +173,8 @@ class OutboundControl:
         self.advance()
 
     def _check_new(self, request: OutboundRequest) -> None:
-        if self.over is not None:
-            raise self.over
+        if self.session.over is not None:
+            raise self.session.over
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use")
 
@@ -245,15 +191,17 @@ class OutboundControl:
 
     def on_grant(self, request: OutboundRequest, grant: Grant) -> None:
         """Ship what waits for the grant. Which blocks it names is checked by the plan, as everything is."""
-        route = self.route
+        route = self.session.route
         if route is None or request.state is not OutboundState.ASKED:
             return
         groups = route.match.consumer.groups
         problem = None
         if len(grant.groups) != len(groups):
-            problem = f"{self.peer} granted blocks of {len(grant.groups)} groups and has {len(groups)}"
+            problem = f"{self.session.peer} granted blocks of {len(grant.groups)} groups and has {len(groups)}"
         elif grant.cached_tokens > request.num_tokens:
-            problem = f"{self.peer} claims {grant.cached_tokens} cached tokens of a prompt of {request.num_tokens}"
+            problem = (
+                f"{self.session.peer} claims {grant.cached_tokens} cached tokens of a prompt of {request.num_tokens}"
+            )
         if problem is not None:
             self.end(request, ProtocolError(problem))
             return
@@ -271,8 +219,8 @@ class OutboundControl:
         """Ship what has been computed, or keep it until the grant comes."""
         if request.state in _UNGRANTED:
             request.waiting.append(ready)
-        elif request.state in (OutboundState.COMPUTING, OutboundState.SENDING) and self.route is not None:
-            self._ship(request, self.route, ready)
+        elif request.state in (OutboundState.COMPUTING, OutboundState.SENDING) and self.session.route is not None:
+            self._ship(request, self.session.route, ready)
 
     def _ship(self, request: OutboundRequest, route: Route, ready: ReadySlice) -> None:
         """Hand one slice to the shipper: only positions that the consumer needs, and nothing of layers it lacks."""
@@ -322,7 +270,7 @@ class OutboundControl:
         request.go(OutboundState.DRAINING)
         for handle in list(request.posted.values()):
             handle.cancel()
-        if error is not None and tell and self.lost is None:
+        if error is not None and tell and self.session.lost is None:
             reason = str(error)[:1000]
             self.effects.send(Failure(request_id=request.request_id, phase=phase, reason=reason))
         self._return_blocks(request)
@@ -434,7 +382,7 @@ class OutboundControl:
     def on_message(self, message: Message) -> None:
         """A message that is no answer to a hello."""
         if not isinstance(message, Grant | Refuse | Failure | Release | Finished | ReadReference):
-            logger.warning("ignored a %s from %s", type(message).__name__, self.peer)
+            logger.warning("ignored a %s from %s", type(message).__name__, self.session.peer)
             return
         request = self.requests.get(message.request_id)
         if request is None:
@@ -444,7 +392,7 @@ class OutboundControl:
             case Grant():
                 self.on_grant(request, message)
             case Refuse():
-                text = f"{self.peer} refused {message.request_id}: {message.reason}"
+                text = f"{self.session.peer} refused {message.request_id}: {message.reason}"
                 self.end(request, TransferError(text), tell=False)
             case Failure():
                 self.end(request, self._consumers(message), tell=False)
@@ -466,11 +414,11 @@ class OutboundControl:
             logger.warning("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
 
     def _on_read_reference(self, request: OutboundRequest, ask: ReadReference) -> None:
-        if self.route is None or request.returned:
+        if self.session.route is None or request.returned:
             self.end(request, ProtocolError(f"request {request.request_id} is not here any more"))
             return
         request.reading += 1
-        self.effects.ship(Asked(request, self.route, ask))
+        self.effects.ship(Asked(request, self.session.route, ask))
 
     def on_read(self, asked: Asked, error: PdtxError | None) -> None:
         """Reference data has been read and sent, or cannot be."""
@@ -482,8 +430,13 @@ class OutboundControl:
 
     def _consumers(self, failure: Failure) -> PdtxError:
         """Return the consumer's failure as an error of this side."""
-        text = f"{self.peer} failed in {failure.phase}: {failure.reason}"
+        text = f"{self.session.peer} failed in {failure.phase}: {failure.reason}"
         return TransferError(text) if failure.wrong is None else VerificationError(text, failure.wrong)
+
+
+def _posted(requests: Iterable[OutboundRequest]) -> Iterator[TransferHandle]:
+    """What the transport has of requests."""
+    return (handle for request in requests for handle in request.posted.values())
 
 
 def _delivered(handle: TransferHandle) -> LayerDone:

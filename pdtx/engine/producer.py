@@ -74,22 +74,22 @@ class KVProducer:
     @property
     def consumer(self) -> Welcome | None:
         """What the consumer said last when hands were shaken; None before connect()."""
-        return self.core.route.welcome if self.core.route is not None else None
+        return self.core.session.route.welcome if self.core.session.route is not None else None
 
     @property
     def peer(self) -> str:
         """The consumer's name, for messages."""
-        return self.core.peer
+        return self.core.session.peer
 
     @property
     def not_sent(self) -> tuple[str, ...]:
         """Layers of this cache that the consumer does not have, so that they stay here; empty before connect()."""
-        return self.core.route.match.not_sent if self.core.route is not None else ()
+        return self.core.session.route.match.not_sent if self.core.session.route is not None else ()
 
     @property
     def path(self) -> Path | None:
         """What carries the payload, as found after connect(); None before."""
-        return self.core.route.connection.path if self.core.route is not None else None
+        return self.core.session.route.connection.path if self.core.session.route is not None else None
 
     def connect(
         self, address: str, *, security: Security, timeout_s: float = 10.0, require: PathKind | None = None
@@ -112,8 +112,9 @@ class KVProducer:
         if self._channel is not None:
             self._channel.close()
         self._opener.close()
-        if self.core.route is not None:
-            self.core.route.connection.close()
+        route = self.control.call(lambda: self.core.session.route)  # after what was opened just now
+        if route is not None:
+            route.connection.close()
         self._shipper.close()
         self.control.close()
 
@@ -251,7 +252,7 @@ class KVProducer:
     def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
         """Wait until so many blocks of each group are free, or no session will be had any more; whether they are."""
         with self._bell:
-            self._bell.wait_for(lambda: self.core.over is not None or self.allocator.fits(counts), timeout_s)
+            self._bell.wait_for(lambda: self.core.session.over is not None or self.allocator.fits(counts), timeout_s)
         return self.allocator.fits(counts)
 
     # -- on the channel's thread --------------------------------------------------------------------------------------
