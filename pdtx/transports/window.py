@@ -1,16 +1,15 @@
-"""How much a connection begins ahead of what has arrived: enough to keep the way busy, little enough to cancel the rest.
+"""How much a connection begins ahead of what has arrived: enough to keep the path busy, and the rest can be cancelled.
 
-What has been begun crosses, whatever becomes of its request, and over a slow link all the buffers on the way hold
+What has been begun crosses, whatever becomes of its request, and over a slow link all the buffers on the path hold
 seconds of it. Only acknowledgements from the other end tell how much that is: so the rate is measured by them, and no
 more is begun than crosses in a moment. Where the rate is high this is more than buffers hold, and nothing waits.
 """
 
-import threading
 import time
 from collections.abc import Callable
 
 _LEAST_TRANSFERS = 2
-"""One that is crossing and one behind it, so that the way is busy while the acknowledgement comes back."""
+"""One that is crossing and one behind it, so that the path is busy while the acknowledgement comes back."""
 
 _LEAST_BYTES = 256 << 10
 """Small transfers may be begun up to this, also before the rate is known."""
@@ -27,15 +26,17 @@ _LOOK_S = 1.0
 
 
 class SendWindow:
-    """The transfers of one connection that have been begun and not been acknowledged. Safe to use from several threads.
+    """The transfers of one connection that have been begun and not been acknowledged.
 
+    begin() and end(): each from one thread at a time. There is no lock: each number is written by one of them only, and
+    others may see it a moment late.
     round_trip_s: returns the shortest time of a round trip that has been seen.
     """
 
     def __init__(self, round_trip_s: Callable[[], float]) -> None:
         self._round_trip_s = round_trip_s
-        self._lock = threading.Lock()
-        self._transfers = self._nbytes = self._arrived = 0
+        self._begun = self._begun_bytes = 0
+        self._ended = self._ended_bytes = 0
         self._rate = 0.0  # bytes a second
         self._limit = float(_LEAST_BYTES)
         self._ahead_s, self._looked_at, self._measured_at = _AHEAD_S, float("-inf"), time.monotonic()
@@ -43,33 +44,36 @@ class SendWindow:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a transfer of nbytes may be begun now. If not, a later end() says that there is more room."""
-        with self._lock:
-            room = self._transfers < _LEAST_TRANSFERS or self._nbytes + nbytes <= self._limit
-            self._refused = self._refused or not room
-            return room
+        if self._fits(nbytes):
+            return True
+        self._refused = True
+        return self._fits(nbytes)  # again: an end() just before would not have said so
+
+    def _fits(self, nbytes: int) -> bool:
+        few = self._begun - self._ended < _LEAST_TRANSFERS
+        return few or self._begun_bytes - self._ended_bytes + nbytes <= self._limit
 
     def begin(self, nbytes: int) -> int:
         """Enter a transfer of nbytes; returns the bytes that had arrived by then, for end()."""
-        with self._lock:
-            self._transfers += 1
-            self._nbytes += nbytes
-            return self._arrived
+        self._begun += 1
+        self._begun_bytes += nbytes
+        return self._ended_bytes
 
     def end(self, nbytes: int, begun_at: float, arrived_before: int) -> bool:
-        """Take out a transfer that has arrived or been refused; True if one was refused room since the last True.
+        """Take out a transfer that has arrived or been refused; True if has_room() has been False since the last True.
 
         begun_at: time.monotonic() of its begin(), which returned arrived_before.
         """
+        self._ended += 1
+        self._ended_bytes += nbytes
         now = time.monotonic()
-        with self._lock:
-            self._transfers -= 1
-            self._nbytes -= nbytes
-            self._arrived += nbytes
-            refused, self._refused = self._refused, False
-            # Thousands a millisecond apart say the same, unless someone waits for it.
-            if refused or now - self._measured_at > _MEASURE_S:
-                self._measure((self._arrived - arrived_before) / max(now - begun_at, 1e-6), now)
-            return refused
+        # Thousands a millisecond apart say the same, unless someone waits for it.
+        if self._refused or now - self._measured_at > _MEASURE_S:
+            self._measure((self._ended_bytes - arrived_before) / max(now - begun_at, 1e-6), now)
+        if not self._refused:
+            return False
+        self._refused = False
+        return True
 
     def _measure(self, rate: float, now: float) -> None:
         self._rate = max(rate, self._rate * 0.5 ** ((now - self._measured_at) / _HALVED_S))
