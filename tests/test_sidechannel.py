@@ -740,3 +740,173 @@ def test_a_listener_that_talks_garbage_is_lost(make: Make) -> None:
     finally:
         router.close(linger=0)
         context.term()
+
+
+# -- floods -----------------------------------------------------------------------------------------------------------
+
+
+HELLO = msgpack.packb({"type": "release", "request_id": "hello"})
+GOODBYE = msgpack.packb({"type": "bye", "reason": "enough"})
+FLOOD = 12_000
+
+
+def spans(end: Any, does: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa: ANN401
+    """Count how often an end's method returns from one look at its timers to the next; the last count goes on."""
+    counts, method, tend = [0], getattr(end, does), end._tend
+
+    def counted(*args: object) -> object:
+        result = method(*args)
+        counts[-1] += 1
+        return result
+
+    def tended(now: float) -> None:
+        counts.append(0)
+        tend(now)
+
+    monkeypatch.setattr(end, does, counted)
+    monkeypatch.setattr(end, "_tend", tended)
+    return counts
+
+
+def hold(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Stop the channel's thread at the message "hold"; returns the events of that and of going on."""
+    held, go_on, put = threading.Event(), threading.Event(), server.messages.put
+
+    def stop(item: tuple[bytes, Message]) -> None:
+        if item[1] == release("hold"):
+            held.set()
+            go_on.wait(6 * PATIENCE)
+        put(item)
+
+    monkeypatch.setattr(server.messages, "put", stop)
+    return held, go_on
+
+
+def test_what_comes_after_a_goodbye_is_dropped_in_turns(
+    make: Make, raw: Callable[[str], "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer says Bye and then 12,000 hellos: none is delivered, and timers are looked at among them."""
+    server = make(Server, silence_s=6 * PATIENCE)
+    other = make(Client, server.address, silence_s=6 * PATIENCE)
+    held, go_on = hold(server, monkeypatch)
+    other.end.send(release("hold"))
+    assert held.wait(PATIENCE)
+    talker = raw(server.end.endpoint)
+    talker.setsockopt(zmq.SNDHWM, 0)
+    counts = spans(server.end, "_receive_one", monkeypatch)
+    for frame in (HELLO, GOODBYE, *[HELLO] * FLOOD):
+        talker.send(frame)
+    go_on.set()
+    assert server.messages.get(timeout=PATIENCE)[1] == release("hold")
+    peer, message = server.messages.get(timeout=PATIENCE)
+    assert message == release("hello")
+    assert server.losses.get(timeout=PATIENCE) == (peer, "closed: enough")
+    eventually(lambda: sum(counts) >= FLOOD + 2)
+    assert max(counts) <= 256
+    assert server.messages.empty()
+    assert server.losses.empty()
+    assert server.end.peers() == 1
+    other.end.send(release("still-there"))
+    assert server.messages.get(timeout=PATIENCE)[1] == release("still-there")
+
+
+def test_a_loss_waits_for_what_the_peer_sent_and_keeps_no_one_waiting(
+    make: Make, raw: Callable[[str], "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer sends many messages and vanishes without a Bye: the loss comes last, and timers are looked at before."""
+    server = make(Server, silence_s=6 * PATIENCE)
+    other = make(Client, server.address, silence_s=6 * PATIENCE)
+    talker = raw(server.end.endpoint)
+    talker.setsockopt(zmq.SNDHWM, 0)
+    talker.send(HELLO)
+    peer, _ = server.messages.get(timeout=PATIENCE)
+    held, go_on = hold(server, monkeypatch)
+    other.end.send(release("hold"))
+    assert held.wait(PATIENCE)
+    counts = spans(server.end, "_receive_one", monkeypatch)
+    for _ in range(900):  # fewer than ZeroMQ takes in for one peer: it also sees the end then
+        talker.send(HELLO)
+    talker.close(linger=int(PATIENCE * 1000))
+    told: list[int] = []
+    monkeypatch.setattr(server.losses, "put", lambda _: told.append(server.messages.qsize()))
+    eventually(lambda: gone(server, peer))
+    server.end._beat_at = 0.0  # a heartbeat is due: it finds nobody there
+    go_on.set()
+    eventually(lambda: bool(told))
+    assert told == [901]
+    assert max(counts) <= 256
+
+
+def gone(server: Server, peer: bytes) -> bool:
+    """Whether ZeroMQ has seen a peer's end; asked while the channel's thread is held, for the socket is its own."""
+    try:
+        server.end._socket.send_multipart((peer, msgpack.packb({"type": "heartbeat"})), zmq.NOBLOCK)
+    except zmq.ZMQError:
+        return True
+    return False
+
+
+def test_a_full_outbox_is_sent_in_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what one peer has left waiting: timers are looked at among the messages."""
+    monkeypatch.setattr("pdtx.sidechannel.channel._HIGH_WATER", 2000)
+    server = make(Server, silence_s=6 * PATIENCE)
+    client = make(Client, server.address, silence_s=6 * PATIENCE)
+    client.end.send(release(0))
+    peer, _ = server.messages.get(timeout=PATIENCE)
+    counts = spans(server.end, "_transmit", monkeypatch)
+    server.end.send_many(peer, [release(number) for number in range(FLOOD)])
+    assert [client.messages.get(timeout=PATIENCE).request_id for _ in range(FLOOD)] == [str(n) for n in range(FLOOD)]
+    assert max(counts) <= 2 * 256 + 1  # of the backlog, of the outbox, and one that found no room
+
+
+def test_a_batch_with_a_message_that_cannot_be_sent_is_not_sent(make: Make) -> None:
+    server = make(Server)
+    client = make(Client, server.address)
+    with pytest.raises(ProtocolError, match="Release"):
+        client.end.send_many([release("a"), release("not an id")])
+    client.end.send_many([release("b"), release("c")])
+    assert [server.messages.get(timeout=PATIENCE)[1] for _ in range(2)] == [release("b"), release("c")]
+
+
+def test_what_a_peer_leaves_waiting_is_bounded_in_bytes(
+    make: Make, raw: Callable[[str], "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdtx.sidechannel.channel._HIGH_WATER", 4)
+    monkeypatch.setattr("pdtx.sidechannel.channel._MAX_BACKLOG_BYTES", 1 << 20)
+    server = make(Server, silence_s=6 * PATIENCE)
+    idle = raw(server.end.endpoint)
+    idle.setsockopt(zmq.RCVHWM, 1)
+    idle.send(HELLO)
+    peer, _ = server.messages.get(timeout=PATIENCE)
+    large = Failure(request_id="r", phase="x", reason="y" * 500_000)
+    while server.losses.empty():
+        server.end.send(peer, large)
+        eventually(lambda: not server.end._outbox)
+    assert server.losses.get()[0] == peer
+    assert server.end._backlogs == {}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_heartbeats_keep_their_time_under_a_flood(
+    make: Make, raw: Callable[[str], "zmq.Socket[bytes]"], monkeypatch: pytest.MonkeyPatch, goodbye: bool
+) -> None:
+    """12,000 hellos, each of which keeps the owner for 0.4 ms: the other peer hears something every 2 s."""
+    server = make(Server, heartbeat_s=1.0, silence_s=5.0)
+    monkeypatch.setattr(server.messages, "put", lambda item, put=server.messages.put: time.sleep(0.0004) or put(item))  # type: ignore[func-returns-value]
+    quiet, talker = raw(server.end.endpoint), raw(server.end.endpoint)
+    talker.setsockopt(zmq.SNDHWM, 0)
+    quiet.send(HELLO)
+    server.messages.get(timeout=PATIENCE)
+    last, gaps = time.monotonic(), list[float]()
+    for frame in (HELLO, *[GOODBYE] * goodbye, *[HELLO] * FLOOD):
+        talker.send(frame)
+    if not goodbye:
+        talker.close(linger=int(PATIENCE * 1000))
+    while sum(gaps) < 8:
+        assert quiet.poll(int(PATIENCE * 1000))
+        quiet.recv()
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+        quiet.send(msgpack.packb({"type": "heartbeat"}))
+    assert max(gaps) < 2

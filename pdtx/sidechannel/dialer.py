@@ -1,7 +1,7 @@
 """The producer's end: talks to one listener."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from functools import partial
 
@@ -135,7 +135,11 @@ class Dialer(Channel):
 
         Raises ProtocolError for a message that the listener would refuse.
         """
-        self._queue(_PEER, message)
+        self._queue(_PEER, (message,))
+
+    def send_many(self, messages: Iterable[Message]) -> None:
+        """Send messages in their order, see send(): all of them, or none if one would be refused."""
+        self._queue(_PEER, messages)
 
     def _release(self, linger_s: float) -> None:
         self._socket.disable_monitor()
@@ -174,7 +178,7 @@ class Dialer(Channel):
             reject = Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
             self._call(partial(self._deliver, peer, reject))
         else:
-            self._gone.setdefault(peer, str(error))
+            self._go(peer, str(error))
 
     def _lose(self, peer: bytes, reason: str) -> None:
         if not self._lost:
@@ -185,11 +189,11 @@ class Dialer(Channel):
     def _tend(self, now: float) -> None:
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                self._gone.setdefault(_PEER, "it closed the connection")
+                self._go(_PEER, "it closed the connection")
         if now - self._tended_at > self.silence_s:
             self._heard_at = now  # this process itself was stopped: the listener gets another chance to be heard
         self._tended_at = now
         if now - self._heard_at > self.silence_s:
-            self._gone.setdefault(_PEER, f"nothing heard for {self.silence_s:g} s")
+            self._go(_PEER, f"nothing heard for {self.silence_s:g} s")
         if now - self._sent_at >= self.heartbeat_s and _PEER not in self._backlogs:
             self._send(_PEER, HEARTBEAT)

@@ -3,7 +3,7 @@
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -36,7 +36,8 @@ class Listener(Channel):
     """Serves dialers at address ("HOST:PORT"; port 0 takes any).
 
     on_message(peer, message), on_lost(peer, reason): called on this channel's thread, so they must be short; what they
-    raise is logged. A peer that was lost is forgotten; what it says later comes from a new peer.
+    raise is logged. A peer that was lost is forgotten; what it says later comes from a new peer. What it sends after
+    its own Bye is dropped, until it has been quiet for silence_s.
     endpoint: the bound address, "tcp://HOST:PORT". rejected: how many malformed messages came.
     Raises AddressInUse, or InputError for an address that needs keys or keys that are no keys.
     """
@@ -94,7 +95,11 @@ class Listener(Channel):
 
         Raises ProtocolError for a message that the peer would refuse.
         """
-        self._queue(peer, message)
+        self._queue(peer, (message,))
+
+    def send_many(self, peer: bytes, messages: Iterable[Message]) -> None:
+        """Send messages to a peer in their order, see send(): all of them, or none if one would be refused."""
+        self._queue(peer, messages)
 
     def peers(self) -> int:
         """How many peers are there."""
@@ -116,7 +121,7 @@ class Listener(Channel):
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            self._gone.setdefault(peer, f"it is not connected any more ({error.strerror})")
+            self._go(peer, f"it is not connected any more ({error.strerror})")
         return True
 
     def _heard(self, peer: bytes) -> None:
@@ -145,10 +150,13 @@ class Listener(Channel):
         if now - self._beat_at > self.silence_s:
             self._heard_at = dict.fromkeys(self._heard_at, now)
         self._beat_at = now
+        self._departed = {peer: sent for peer, sent in self._departed.items() if now - sent <= self.silence_s}
         for peer, heard in self._heard_at.items():
+            if peer in self._gone:
+                continue
             if now - heard > self.silence_s:
                 reason = f"nothing heard for {self.silence_s:g} s"
-                self._gone[peer] = reason
+                self._go(peer, reason)
                 # It may only have been stopped: when it goes on, it must not take itself for connected.
                 self._transmit(peer, encode(Bye(reason=reason)))
             elif peer not in self._backlogs:

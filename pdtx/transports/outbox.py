@@ -7,7 +7,8 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from pdtx.errors import PdtxError, TransferAborted
-from pdtx.transports.base import TransferHandle
+from pdtx.transports.base import TransferHandle, TransferState
+from pdtx.transports.window import SendWindow
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,13 @@ class DeadlineWatch:
 
 
 class Outbox(Generic[Job]):
-    """The transfers of one connection that have not ended, and the queue of those not begun. Safe from many threads."""
+    """The transfers of one connection that have not ended, and the queue of those not begun. Safe from many threads.
 
-    def __init__(self, watch: DeadlineWatch) -> None:
-        self._watch = watch
+    window: what limits those that are begun; wake() tells that it has more room.
+    """
+
+    def __init__(self, watch: DeadlineWatch, window: SendWindow | None = None) -> None:
+        self._watch, self._window = watch, window
         self._queue = deque[tuple[TransferHandle, Job]]()
         self._open = dict[TransferHandle, None]()
         self._closed = False
@@ -127,7 +131,7 @@ class Outbox(Generic[Job]):
         """Return the next transfer that can be begun, marked as moving; None if there is none now."""
         while True:
             with self._changed:
-                if self._closed or not self._queue:
+                if self._closed or not self._may_begin():
                     return None
                 taken = self._queue.popleft()
             if taken[0].post():
@@ -140,11 +144,17 @@ class Outbox(Generic[Job]):
             self._changed.notify_all()
 
     def wait(self) -> bool:
-        """Wait for a transfer or for wake(); False when the outbox is closed."""
+        """Wait for a transfer that may be begun, or for wake(); False when the outbox is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._woken or self._closed)
+            self._changed.wait_for(lambda: self._woken or self._closed or self._may_begin())
             self._woken = False
             return not self._closed
+
+    def _may_begin(self) -> bool:
+        """Whether there is a transfer to begin and room for it; drops those that have ended before. Under the lock."""
+        while self._queue and self._queue[0][0].state is not TransferState.PENDING:
+            self._queue.popleft()
+        return bool(self._queue) and (self._window is None or self._window.has_room(self._queue[0][0].nbytes))
 
     def take(self) -> tuple[TransferHandle, Job] | None:
         """Wait for the next transfer, which may have ended meanwhile; None when the outbox is closed."""

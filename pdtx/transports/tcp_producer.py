@@ -35,6 +35,7 @@ from pdtx.transports.outbox import DeadlineWatch, Outbox
 from pdtx.transports.tcp_frames import ACK_BYTES, Ack, Header, Kind, Status, number
 from pdtx.transports.tcp_payload import straight
 from pdtx.transports.tcp_streams import Lanes
+from pdtx.transports.window import SendWindow
 from pdtx.transports.wire import FOREVER, Wire
 
 # An acknowledgement is a few hundred bytes: once it has begun, the rest is on its way.
@@ -110,11 +111,12 @@ class TcpConnection(Connection):
         self._stager = make_stager()
         self._sending, self._receiving = (Lanes(wires, part_bytes, make_stager) for _ in range(2))
         self._forget = forget
-        self._outbox = Outbox[_Job](watch)
+        self._window = SendWindow(self._wire.round_trip_s)
+        self._outbox = Outbox[_Job](watch, self._window)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._rest: _Begun | None = None  # changed by whoever has the turn
-        self._unacknowledged = deque[tuple[TransferHandle, _Job]]()
+        self._unacknowledged = deque[tuple[TransferHandle, _Job, int]]()  # with what the window returned for it
         self._begun = 0
         works = [("writer", self._write_all), ("reader", self._read_all)]
         works += [
@@ -241,7 +243,7 @@ class TcpConnection(Connection):
         with self._lock:
             number(job.header, self._begun)
             self._begun += 1
-            self._unacknowledged.append((handle, job))
+            self._unacknowledged.append((handle, job, self._window.begin(handle.nbytes)))
 
     def _sent(self, handle: TransferHandle, job: _Job) -> None:
         if job.kind in (Kind.TAKEN, Kind.DROPPED):
@@ -302,7 +304,7 @@ class TcpConnection(Connection):
             with self._lock:
                 if ack.sequence != expected or not self._unacknowledged:
                     raise ProtocolError(f"{self._wire.peer} acknowledged request {ack.sequence} out of turn")
-                handle, job = self._unacknowledged.popleft()
+                handle, job, arrived_before = self._unacknowledged.popleft()
             expected += 1
             good = Status.OFFERED if job.kind is Kind.GET else Status.DELIVERED
             if ack.status in (Status.OFFERED, Status.DELIVERED) and ack.status is not good:
@@ -311,6 +313,8 @@ class TcpConnection(Connection):
                 self._take(handle, job, ack.sequence)
             else:
                 handle.finish(_error_of(ack.status, text, handle))
+            if self._window.end(handle.nbytes, handle.posted, arrived_before):
+                self._outbox.wake()
 
     def _take(self, handle: GetHandle, job: _Job, sequence: int) -> None:
         """Receive the payload of a get, or throw it away where it has been given up."""

@@ -1,5 +1,6 @@
 """The contract of movers. Each check takes a Subject and raises ContractViolation."""
 
+from pdtx.testing.contract.cancels import check_cancels_in_a_queue, check_get_cancels_in_a_queue
 from pdtx.testing.contract.ends import (
     check_cancel,
     check_close_with_work_pending,
@@ -84,6 +85,7 @@ CONTRACT: tuple[Check, ...] = (
     check_done_means_arrived,
     check_times_are_ordered,
     check_cancel,
+    check_cancels_in_a_queue,
     check_deadline,
     check_close_with_work_pending,
     check_consumer_closes,
@@ -102,6 +104,7 @@ CONTRACT: tuple[Check, ...] = (
     check_get_of_another_size,
     check_get_outside,
     check_get_cancel,
+    check_get_cancels_in_a_queue,
     check_get_deadline,
     check_get_with_a_failing_receiver,
     check_close_with_gets_pending,

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from pdtx.errors import DeadlineExceeded, PeerLost, TransferAborted, TransferError
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, TransferAborted, TransferError
 from pdtx.testing.contract.subject import Subject, require_works, soon, start
 from pdtx.testing.pair import require, require_error
 from pdtx.testing.receivers import Gate, GrantingReceiver
@@ -122,18 +122,22 @@ def check_close_with_work_pending(subject: Subject) -> None:
 
 
 def check_consumer_closes(subject: Subject) -> None:
-    """When the consumer closes, open transfers end with PeerLost, and so do later ones."""
+    """When the consumer closes, open transfers end with PeerLost, once the connection says so; later ones, too."""
     gate = Gate()
     with subject.held_pair(gate) as pair:
         connection = pair.connect()
         scenes = [Scene(seed=seed, num_layers=1) for seed in range(3)]
         handles = [start(pair, connection, scene, scene.plan()) for scene in scenes]
+        reasons = list[PdtxError | None]()
+        for handle in handles:
+            handle.on_end(lambda _: reasons.append(connection.ended))
         gate.wait_reached()
         closing = threading.Thread(target=pair.consumer.close)
         closing.start()
         for handle in handles:
             error = require_error(PeerLost, "a transfer to a closed consumer", lambda handle=handle: handle.wait(5.0))  # type: ignore[misc]
             require(pair.address in str(error), f"the message of a lost peer does not name it: {error}")
+        require(None not in reasons, "a transfer was ended by a connection that did not say yet that it has ended")
         gate.open()
         closing.join()
         plan = scenes[0].plan()

@@ -213,26 +213,32 @@ class OneSidedConnection(Connection):
         sequence = 0
         while (taken := self._outbox.take()) is not None:
             asked = _Asked(sequence, *taken)
-            if not self._book_in(asked):
+            if not self._wait_for_window():
                 return
+            if asked.handle.state.final:
+                continue  # cancelled, or late: the peer never hears of it
+            self._book_in(asked)
             sequence += 1
             # A notice says that what was put before it is there: the mover sends it, in its turn.
             if asked.job.region is not None:
                 self._send(self._question(asked, asked.job.region))
 
-    def _book_in(self, asked: _Asked) -> bool:
-        """Wait for room in the window and enter a transfer; False when the connection is closed."""
+    def _wait_for_window(self) -> bool:
+        """Wait for room for one more that is asked for; False when the connection is closed."""
         book = self._book
         with book.changed:
             book.changed.wait_for(lambda: book.closed or len(book.asked) < _AHEAD)
-            if book.closed:
-                return False
+            return not book.closed
+
+    def _book_in(self, asked: _Asked) -> None:
+        """Enter a transfer that is to be asked for."""
+        book = self._book
+        with book.changed:
             book.asked.append(asked)
             if book.asked[0] is asked:
                 asked.begin()
             book.unanswered[asked.sequence] = asked
             book.changed.notify_all()
-            return True
 
     def _question(self, asked: _Asked, region: Region) -> Ask:
         job, handle = asked.job, asked.handle
