@@ -246,6 +246,27 @@ class TestRefusals:
             over(FULL, "mla", Pages(1 << 14).memory)
 
 
+@pytest.mark.gpu
+def test_memory_of_a_gpu() -> None:
+    """What the host's tests show, once more on a CUDA device: read, poisoned by block, probed."""
+    theirs = torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK, 2 * CHANNELS, dtype=torch.bfloat16, device="cuda")
+    cache = over(FULL, "vllm_lbhnc", theirs)
+    assert cache.device == theirs.device
+    assert not theirs.any()
+
+    def write(name: str, block: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        page = theirs[int(name.rpartition(".")[2]), block]
+        page[..., :CHANNELS], page[..., CHANNELS:] = key.transpose(0, 1), value.transpose(0, 1)
+
+    cache.probe(write, 3)
+    assert not theirs.any()
+    with pytest.raises(LayoutError, match=r"K token 0 head 0 channel 0 .* holds what was written to .* V token 0"):
+        cache.probe(lambda name, block, key, value: write(name, block, value, key), 3)
+    cache.poison(0, np.array([0, 2]))
+    assert theirs.view(torch.int16).ne(0).any(-1).any(-1).any(-1).any(0).tolist() == [i == 2 for i in range(BLOCKS)]
+    assert cache.buffers[0].unpoisoned(torch.tensor([2], device="cuda")) == 0
+
+
 class TestPoison:
     @pytest.mark.parametrize(("spec", "layout"), KINDS)
     def test_only_named_blocks_and_never_the_null_block(self, spec: KVCacheSpec, layout: str) -> None:
