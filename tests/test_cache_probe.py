@@ -173,6 +173,20 @@ class TestKeysAndValues:
         with pytest.raises(LayoutError, match="holds nothing that was written; 1024 of 1024"):
             owner.cache.probe(lambda name, block, key, value: owner.write(name, block + 1, key, value), SPARE)
 
+    def test_what_is_left_of_an_earlier_write_counts_for_nothing(self) -> None:
+        """1,024 elements take two rounds in bfloat16; this owner's kernel stores in the first one only."""
+        owner, calls = Owner(), list[str]()
+
+        def write(name: str, block: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            calls.append(name)
+            if len(calls) <= LAYERS:
+                owner.write(name, block, key, value)
+
+        with pytest.raises(LayoutError, match="holds nothing that was written; 1024 of 1024"):
+            owner.cache.probe(write, SPARE)
+        assert calls == 2 * names()
+        require_restored(owner)
+
     def test_layers_exchanged(self) -> None:
         owner = Owner()
 
