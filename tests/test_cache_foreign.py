@@ -286,6 +286,27 @@ class TestPoison:
         assert named == pages.changed(), "a guard was written"
         assert len(named) <= 2 * LAYERS * buffer.layout.bytes_per_block
 
+    @pytest.mark.parametrize(("cached", "kept"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (12, 3), (99, 3)])
+    def test_a_requests_blocks_but_for_those_of_its_cached_beginning(self, cached: int, kept: int) -> None:
+        """A block with a cached token may be another request's, too."""
+        pages = Pages(nbytes_of(FULL, "vllm_lbhnc"))
+        cache = over(FULL, "vllm_lbhnc", pages.memory)
+        table = np.array([5, 2, 4])
+        cache.poison_request([table], cached)
+        page = 2 * HEADS * CHANNELS * 2 * BLOCK
+        assert {at // page % BLOCKS for at in pages.changed()} == set(table[kept:].tolist())
+
+    def test_a_requests_null_blocks_and_states(self) -> None:
+        """A window has passed its first block; a state is written whole, whatever is cached."""
+        pages = Pages(nbytes_of(FULL, "vllm_lbhnc"))
+        over(FULL, "vllm_lbhnc", pages.memory).poison_request([np.array([0, 0, 4])], 0)
+        page = 2 * HEADS * CHANNELS * 2 * BLOCK
+        assert {at // page % BLOCKS for at in pages.changed()} == {4}
+        pages = Pages(nbytes_of(STATES, "mamba_sd"))
+        cache = over(STATES, "mamba_sd", pages.memory)
+        cache.poison_request([np.array([2])], 8)
+        assert cache.buffers[0].unpoisoned(ids(2)) == 0
+
     def test_everything_and_what_is_no_block_are_refused(self) -> None:
         pages = Pages(nbytes_of(FULL, "vllm_lbhnc"))
         cache = over(FULL, "vllm_lbhnc", pages.memory)
