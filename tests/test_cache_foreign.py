@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdtx import kvspec
 from pdtx.cache import (
@@ -339,6 +341,18 @@ class Registering(WrappedMover):
         return Registration(region.nbytes, 0.0)
 
 
+def touched(groups: list[CacheGroup], buffer: ForeignBuffer) -> tuple[list[frozenset[int]], int]:
+    """The bytes of the buffer's memory that are each block's, and how far apart its blocks are."""
+    found = list[frozenset[int]]()
+    for block in range(buffer.num_blocks):
+        memory = torch.zeros(1 << 12, dtype=torch.uint8)
+        (rank,) = KVCaches.over(groups, [replace(buffer, memory=memory)]).buffers[0].ranks
+        for part in rank.poisoned:
+            part.fill(ids(block))
+        found.append(frozenset(memory.nonzero().reshape(-1).tolist()))
+    return found, min(found[1]) - min(found[0])
+
+
 class TestOneMemory:
     def test_a_hybrids_groups_count_once(self) -> None:
         pages = Pages(hybrid_bytes(8))
@@ -425,6 +439,48 @@ class TestOneMemory:
         ]
         with pytest.raises(CacheError, match="their blocks lie 256 and 128 bytes apart"):
             KVCaches.over(groups, buffers)
+
+    @given(
+        layouts=st.tuples(*[st.sampled_from(("vllm_lbhnc", "vllm_blhnc", "vllm_lhbnc", "flash_attn_nhd"))] * 2),
+        layers=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        steps=st.integers(0, 40),
+        pools=st.sampled_from([("one", "one"), ("one", "two"), ("", "")]),
+        one_group=st.booleans(),
+    )
+    def test_two_buffers_at_any_offset(
+        self,
+        layouts: tuple[str, str],
+        layers: tuple[int, int],
+        steps: int,
+        pools: tuple[str, str],
+        one_group: bool,
+    ) -> None:
+        """Oracle: the bytes that change when each block of each buffer alone is poisoned."""
+        spec = FullAttentionSpec(block_size=2, num_kv_heads=2, head_size=2, dtype="bfloat16")
+        groups = [replace(group_of(spec, 4, name), pool=pool) for name, pool in zip("gh", pools, strict=True)]
+        memory = torch.zeros(1 << 12, dtype=torch.uint8)
+        buffers = [
+            ForeignBuffer(
+                name,
+                "g" if one_group else name,
+                spec,
+                layout,
+                [f"layers.{i}" for i in range(count)],
+                4,
+                memory,
+                offset=8 * steps if name == "h" else 0,
+            )
+            for name, layout, count in zip("gh", layouts, layers, strict=True)
+        ]
+        (one, stride), (other, also) = (touched(groups, buffer) for buffer in buffers)
+        sharing = pools == ("one", "one") and not one_group
+        clash = any((i != j or not sharing) and one[i] & other[j] for i in range(4) for j in range(4))
+        try:
+            KVCaches.over(groups, buffers)
+        except CacheError:
+            assert clash or stride != also, "strides that differ are refused without a closer look"
+        else:
+            assert not clash
 
     def test_a_pool_has_one_size(self) -> None:
         specs = hybrid_specs()
