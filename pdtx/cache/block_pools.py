@@ -1,4 +1,4 @@
-"""Whose blocks an engine uses: the protocols that engines know, and blocks that the caller's scheduler owns."""
+"""What engines need of a pool of blocks, as protocols; and blocks that the caller's own scheduler owns."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ class CallerBlocks:
     """Blocks that the caller's own scheduler owns and counts: a BlockPool that hands out none. Safe from all threads.
 
     A request's blocks are one lease, from take() to free(). Several leases may name the same block, as requests with
-    one cached prefix do: which block is in use by how many is the caller's affair.
+    one cached prefix do: the caller counts the uses of each block.
     groups: a cache's, in their order. on_free: called once for each lease, with its last tables, when it was freed
     and its last hold has ended: nothing here reads or writes them any more. It runs on the thread that ended the last
     use, outside of every lock, and must be short.

@@ -13,6 +13,7 @@ from pdtx.cache.probe import probe_buffer
 from pdtx.errors import CacheError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
+from pdtx.units import ceil_div
 
 
 class KVCaches:
@@ -125,6 +126,17 @@ class KVCaches:
         for buffer in self.buffers:
             if buffer.group == group:
                 buffer.poison(ids)
+
+    def poison_request(self, tables: Sequence[Int64s], cached_tokens: int = 0) -> None:
+        """Fill with POISON the blocks into which a request's prompt is going to be written, and no others.
+
+        tables: the request's block table of each group, int64. cached_tokens: of the prompt's beginning that the blocks
+        hold already, for other requests as well: no block with one of them is poisoned. States, and what an encoder
+        made, are written whole. Raises CacheError for ids that no block has.
+        """
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            whole = group.kind in ("state", "cross")
+            self.poison(index, table if whole else table[ceil_div(cached_tokens, group.block_size) :])
 
     def probe(self, write: Callable[..., None], spare_block: int) -> None:
         """Check, by the owner's own write function, that every element lies where the named layouts say.

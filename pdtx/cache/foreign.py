@@ -35,8 +35,8 @@ class Memory:
     def at(cls, address: int, nbytes: int, keep: object = None) -> "Memory":
         """Return writable memory of this process, on the CPU, by its address.
 
-        keep: what owns the memory; it is kept alive as long as the memory is used here. Without it that is the
-        caller's affair. Raises LayoutError for what is no address or no size.
+        keep: what owns the memory; it is kept alive as long as the memory is used here. Without it the caller has to
+        see to that. Raises LayoutError for what is no address or no size.
         """
         if address <= 0 or nbytes <= 0 or address + nbytes > _MAX_ADDRESS:
             raise LayoutError(f"{nbytes} bytes at address {address:#x} are no memory")

@@ -1,0 +1,139 @@
+"""Caches over others' memory, moved: a hybrid's groups from one memory into one other, and a producer's requests."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pdtx.cache import CacheGroup, ForeignBuffer, GroupAllocator, KVCaches
+from pdtx.engine.registering import regions_of, register_cache
+from pdtx.errors import InputError
+from pdtx.kvspec import FullAttentionSpec
+from pdtx.plan import Endpoint, build_plan
+from pdtx.plan.runs import Int64s
+from pdtx.testing import MoverPair
+from pdtx.transports import Placement, TransferKey, make_mover
+from pdtx.units import ceil_div
+from tests.engine_pair import Pair, arrived, begin, bits, make_cache, ship
+from tests.foreign_scenes import Pages, hybrid_bytes, hybrid_over
+
+TOKENS, LAYERS, HEADS, CHANNELS = 21, (3, 3, 2), 2, 8
+MOVERS = ["inproc", "tcp", "shm", "ucx", "nixl"]
+
+
+class HybridSide:
+    """A hybrid's cache in one memory, and a request's tables: blocks of one pool, in an order by chance."""
+
+    def __init__(self, layout: str, block_size: int, num_blocks: int, seed: int) -> None:
+        self.size, self.num_blocks = block_size, num_blocks
+        self.pages = Pages(hybrid_bytes(num_blocks, block_size=block_size), seed)
+        memory = self.pages.memory
+        self.cache = hybrid_over(memory, num_blocks=num_blocks, layers=LAYERS, layout=layout, block_size=block_size)
+        self.owner = memory.bytes.view(torch.bfloat16)
+        self.pool, chance = GroupAllocator.of(self.cache.groups), np.random.default_rng(seed)
+        blocks = self.pool.allocate([ceil_div(TOKENS, block_size)] * 3)
+        places = [group.table_blocks(TOKENS, group.positions(TOKENS).start) for group in self.cache.groups]
+        everything = chance.permutation(np.concatenate([own.ids for own in blocks.groups]))
+        parts = np.split(everything, len(places))
+        self.tables = list[Int64s]()
+        for place, part in zip(places, parts, strict=True):
+            table = np.zeros(place.stop, np.int64)
+            table[place.start :] = part[: len(place)]
+            self.tables.append(table)
+
+    @property
+    def lbhnc(self) -> torch.Tensor:
+        """As its owner sees it: (layer, block, head, token, K then V)."""
+        return self.owner.view(3, self.num_blocks, HEADS, self.size, 2 * CHANNELS)
+
+    @property
+    def lbnhc(self) -> torch.Tensor:
+        """The same of the other order: (layer, block, token, head, K then V)."""
+        return self.owner.view(3, self.num_blocks, self.size, HEADS, 2 * CHANNELS)
+
+
+def move(pair: MoverPair, src: HybridSide, dst: HybridSide) -> None:
+    """Register both caches, and put what each group needs of the request, buffer by buffer."""
+    for end, side in ((pair.producer, src), (pair.consumer, dst)):
+        assert register_cache(end, side.cache).nbytes in (0, side.pages.nbytes), "once, or not at all"
+    connection, deadline = pair.connect(), time.monotonic() + 10
+    handles = []
+    for index, (here, there) in enumerate(zip(src.cache.buffers, dst.cache.buffers, strict=True)):
+        positions = src.cache.groups[here.group].positions(TOKENS)
+        plan = build_plan(
+            Endpoint.of(here.layout, src.tables[index]), Endpoint.of(there.layout, dst.tables[index]), positions
+        )
+        key = TransferKey("r", 0, here.num_layers, positions.start, positions.stop, index)
+        place = Placement(regions_of(dst.cache)[index][0], plan.flat.destination(), deadline)
+        pair.grants.grant("session", key, place)
+        handles.append(connection.put(key, regions_of(src.cache)[index][0], plan.flat, deadline))
+    for handle in handles:
+        handle.wait()
+
+
+@pytest.fixture(params=MOVERS)
+def mover(request: pytest.FixtureRequest) -> str:
+    """Each mover that is to be had here."""
+    name: str = request.param
+    try:
+        make_mover(name).close()
+    except InputError as error:
+        pytest.skip(str(error))
+    return name
+
+
+def test_three_groups_of_one_memory_into_three_of_another(mover: str) -> None:
+    src, dst = HybridSide("vllm_lbhnc", 4, 40, 1), HybridSide("vllm_lbnhc", 8, 20, 2)
+    meant = dst.pages.memory.bytes.clone().view(torch.bfloat16).view_as(dst.lbnhc)
+    for group, layers in enumerate(LAYERS):
+        for token in src.cache.groups[group].positions(TOKENS):
+            here, there = int(src.tables[group][token // 4]), int(dst.tables[group][token // 8])
+            for layer in range(layers):
+                meant[layer, there, token % 8] = src.lbhnc[layer, here, :, token % 4]
+    with MoverPair(lambda: make_mover(mover)) as pair:
+        move(pair, src, dst)
+    assert torch.equal(bits(dst.lbnhc), bits(meant)), "another block, or another group's, was written"
+    assert src.pages.changed() == set()
+    assert all(0 <= at < dst.pages.nbytes for at in dst.pages.changed())
+    assert not bits(dst.lbnhc[:, 0]).ne(bits(meant[:, 0])).any()
+
+
+def test_what_was_poisoned_for_a_request_is_what_arrives(mover: str) -> None:
+    """Only the blocks of its table are poisoned; each then holds its positions, and poison behind them."""
+    src, dst = HybridSide("vllm_lbhnc", 4, 40, 3), HybridSide("vllm_lbhnc", 8, 20, 4)
+    for group, table in enumerate(dst.tables):
+        dst.cache.poison(group, table)
+    named = {int(block) for table in dst.tables for block in table} - {0}
+    page = hybrid_bytes(1, layers=1, block_size=8)
+    assert {at // page % dst.num_blocks for at in dst.pages.changed()} == named
+    with MoverPair(lambda: make_mover(mover)) as pair:
+        move(pair, src, dst)
+    for index, (here, there) in enumerate(zip(src.cache.buffers, dst.cache.buffers, strict=True)):
+        needed = src.cache.groups[index].positions(TOKENS)
+        tables = [torch.from_numpy(side.tables[index]) for side in (src, dst)]
+        for layer in range(here.num_layers):
+            rows = [
+                buffer.canonical(layer, table, needed.start, needed.stop)
+                for buffer, table in zip((here, there), tables, strict=True)
+            ]
+            assert torch.equal(*rows)
+        assert there.unpoisoned(tables[1][-1:], TOKENS % 8) == 0
+
+
+def test_a_producer_of_foreign_memory(mover: str) -> None:
+    """All of the engine's way: granted, shipped, verified; what no request named is as it was."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16")
+    page = 2 * 2 * 8 * 2 * 16
+    pages = Pages(3 * 9 * page)
+    buffer = ForeignBuffer("full", "full", spec, "vllm_lbhnc", [f"layers.{i}" for i in range(3)], 9, pages.memory)
+    source = KVCaches.over([CacheGroup("full", "full", 16, 9, spec)], [buffer])
+    with Pair(source, make_cache("flashinfer_hnd", 32), mover=mover) as pair:
+        request = begin(pair.producer, 50)
+        table = set(request.sources[0].tolist())
+        sent = ship(pair.producer, request, (20, 20))
+        ready = pair.next_ready()
+        assert torch.equal(bits(arrived(pair.destination, ready)), bits(sent.data))
+        pair.finish(ready)
+    assert {at // page % 9 for at in pages.changed()} <= table
+    assert 0 not in table
