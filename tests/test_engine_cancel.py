@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from pdtx.engine import KVProducer, OutboundRequest
 from pdtx.engine.states import OutboundState
 from pdtx.errors import InputError, PdtxError, TransferAborted, TransferError
 from pdtx.testing.pair import Leaks
-from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
+from pdtx.transports import Connection, Mover, Placement, Receiver, TransferHandle, TransferKey, make_mover
 from tests.contract_subjects import sampled
 from tests.engine_pair import (
     LAYERS,
@@ -25,10 +26,12 @@ from tests.engine_pair import (
     ship,
     wait_until,
 )
-from tests.faulty_mover import FaultyConnection, Post
+from tests.faulty_mover import FaultyConnection, FaultyReceiver, Post, faulty
+from tests.slow_link import CANCELLED_AT, PIECES, slow_proxy
 
 ROUNDS = 200
 TOKENS = 100
+LAYOUTS = ("flash_attn_nhd", "flash_attn_nhd")
 
 
 def usable(name: str) -> str:
@@ -215,3 +218,60 @@ def test_begin_does_not_wait_after_a_cancel() -> None:
         wait_until(lambda: later.grant is not None, "a grant, while the piece still moves")
         producer.cancel(later, "enough")
         stuck.handles[0].finish()
+
+
+class ThroughProxy(Mover):
+    """A transport whose data connections go over a link of 900 kB/s."""
+
+    name = "tcp"
+
+    def __init__(self, inner: Mover, stack: ExitStack) -> None:
+        self.inner, self._stack = inner, stack
+
+    def listen(self, address: str, receiver: Receiver) -> str:
+        return self.inner.listen(address, receiver)
+
+    def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
+        return self.inner.connect(self._stack.enter_context(slow_proxy(address)), session_id, token, deadline)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_at_most_one_more_piece_crosses_a_slow_link_after_a_cancel(side: str) -> None:
+    """A request of 4 MB in 31 pieces at 900 kB/s, cancelled at a fifth; the next one's first piece follows at once."""
+    layers, tokens = PIECES, 32
+    caches = [make_cache(name, 32, num_blocks=4, num_layers=layers, heads=8, channels=128) for name in LAYOUTS]
+    placed = list[str]()
+
+    class Noting(FaultyReceiver):
+        def place(self, session_id: str, key: TransferKey) -> Placement:
+            placed.append(key.request_id)
+            return self.inner.place(session_id, key)
+
+    with ExitStack() as stack:
+        pair = stack.enter_context(
+            Pair(
+                *caches,
+                mover="tcp",
+                wrap=partial(ThroughProxy, stack=stack),
+                wrap_consumers=partial(faulty, receive=Noting),
+            )
+        )
+        request = begin(pair.producer, tokens)
+        received = pair.received("r")
+        ship(pair.producer, request)
+        wait_until(lambda: len(request.moves) >= CANCELLED_AT, "a fifth of it", 30.0)
+        before = len(placed)
+        if side == "producer":
+            pair.producer.cancel(request, "enough")
+        else:
+            pair.consumer.cancel(received, "enough")
+        later = begin(pair.producer, tokens, "next")
+        wait_until(lambda: later.grant is not None, "a grant")
+        pair.producer.layer_ready(later, 0, 0, 0, tokens)
+        wait_until(lambda: "next" in placed, "its first piece", 30.0)
+        assert placed[before:] in (["next"], ["r", "next"]), placed[before:]
+        pair.producer.cancel(later, "enough")

@@ -19,7 +19,7 @@ from pdtx.errors import (
     TransferAborted,
     TransferRefused,
 )
-from pdtx.protocol import Bye, Complete, Hello, Message, TransferRequest
+from pdtx.protocol import Bye, Complete, Hello, Message
 from pdtx.testing.pair import Leaks
 from pdtx.transports import Connection, TransferHandle, TransferKey, make_mover
 from pdtx.transports.base import NOTICE_KEY
@@ -399,15 +399,12 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
     """Where a signal raises, the node's main thread may be anywhere in begin()."""
 
     with Pair() as pair:
-        send = pair.producer.core.effects.send
 
-        def interrupted(message: Message) -> None:
-            if isinstance(message, TransferRequest):
-                raise KeyboardInterrupt
-            send(message)
+        def interrupted(request_id: str, encoded: bytes) -> None:
+            raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(pair.producer.core.effects, "send", interrupted)
+            patch.setattr(pair.producer.core.effects, "ask", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 begin(pair.producer, 20)
         wait_until(lambda: all_free(pair.producer.allocator), "its blocks")

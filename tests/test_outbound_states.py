@@ -33,7 +33,6 @@ from pdtx.protocol import (
     ReadReference,
     Refuse,
     Release,
-    TransferRequest,
     Welcome,
 )
 from pdtx.testing.wrapped import WrappedConnection
@@ -84,9 +83,6 @@ class World:
     def send(self, message: Message) -> None:
         self.sent.append(message)
         match message:
-            case TransferRequest():
-                assert self.session_alive, "a request was asked for in a dead session"
-                self.asked_in[message.request_id] = self.epoch
             case Complete():
                 assert self.asked_in[message.request_id] == self.epoch or self.session_alive
                 request = self.core.requests[message.request_id]
@@ -95,6 +91,10 @@ class World:
                 assert request.grant is not None
             case LayerDone():
                 assert message.request_id in self.core.requests
+
+    def ask(self, request_id: str, encoded: bytes) -> None:
+        assert self.session_alive, "a request was asked for in a dead session"
+        self.asked_in[request_id] = self.epoch
 
     def ship(self, item: Item) -> None:
         self.items.append(item)

@@ -71,8 +71,8 @@ class ControlChannel:
         """Take what the consumer says to a hello."""
         self._answer.put(answer)
 
-    def send(self, message: Message) -> None:
-        """Send a message; without a channel it goes nowhere. Raises ProtocolError for one that cannot be sent."""
+    def send(self, message: Message | bytes) -> None:
+        """Send a message, see Dialer; without a channel it goes nowhere. Raises ProtocolError."""
         if self._dialer is not None:
             self._dialer.send(message)
 

@@ -16,7 +16,7 @@ from pdtx.engine.timing import Interval, TransferTimes
 from pdtx.errors import CacheError, PdtxError
 from pdtx.parallel import RankTransfer
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import Finished, Grant, TransferRequest
+from pdtx.protocol import Finished, Grant, TransferRequest, encode
 from pdtx.transports import TransferHandle, TransferKey
 from pdtx.units import ceil_div
 
@@ -52,6 +52,7 @@ class OutboundRequest(Owned):
     token_ids: Sequence[int] = ()
     max_tokens: int = 0
     ignore_eos: bool = False
+    encoded_ask: bytes = field(default=b"", repr=False)  # until it has been sent
     blocks: GroupBlocks | None = None
     tables: tuple[torch.Tensor, ...] = ()
     sources: tuple[Int64s, ...] = ()  # the tables, for plans
@@ -109,9 +110,12 @@ class OutboundRequest(Owned):
         """How long the transfers took so far."""
         return TransferTimes.of(self.prepare, self.posts, self.moves, self.computed)
 
-    def ask(self) -> TransferRequest:
-        """Return the message that asks the consumer for a grant."""
-        return TransferRequest(
+    def encode_ask(self) -> None:
+        """Make the message that asks the consumer for a grant. Raises ProtocolError if no message can carry that.
+
+        It takes as long as the prompt is long, so that the caller's thread does it before the request has an owner.
+        """
+        ask = TransferRequest(
             request_id=self.request_id,
             num_tokens=self.num_tokens,
             token_ids=list(self.token_ids),
@@ -119,6 +123,7 @@ class OutboundRequest(Owned):
             deadline_s=max(0.0, self.deadline - time.monotonic()),
             ignore_eos=self.ignore_eos,
         )
+        self.encoded_ask = encode(ask)
 
     def go(self, state: OutboundState) -> None:
         """Change the state. Raises IllegalTransition."""

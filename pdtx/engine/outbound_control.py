@@ -50,6 +50,9 @@ class OutboundEffects(Protocol):
     def send(self, message: Message) -> None:
         """Send the consumer a message. Raises ProtocolError for one that cannot be sent."""
 
+    def ask(self, request_id: str, encoded: bytes) -> None:
+        """Send the consumer a TransferRequest, which is encoded already."""
+
     def ship(self, item: Piece | Asked | Probe) -> None:
         """Plan a piece and hand it to the transport, read reference data, or look whether a connection is alive."""
 
@@ -184,10 +187,8 @@ class OutboundControl:
 
     def _ask(self, request: OutboundRequest) -> None:
         request.go(OutboundState.ASKED)
-        try:
-            self.effects.send(request.ask())
-        except ProtocolError as error:
-            self.end(request, error, tell=False)
+        ask, request.encoded_ask = request.encoded_ask, b""
+        self.effects.ask(request.request_id, ask)
 
     def on_grant(self, request: OutboundRequest, grant: Grant) -> None:
         """Ship what waits for the grant. Which blocks it names is checked by the plan, as everything is."""

@@ -157,14 +157,13 @@ class KVProducer:
         return self._begin(request, None, [group.table_blocks(count) for group in self.cache.groups])
 
     def _begin(self, request: OutboundRequest, blocks: CallerTables | None, places: Sequence[range]) -> OutboundRequest:
+        request.encode_ask()
         request.owner = self.control
         try:
             if blocks is not None:
                 self.control.call(self.core.begin_in, request, blocks)
             else:
                 self.control.call(self.core.begin, request, places)
-            if isinstance(request.error, ProtocolError) and request.grant is None:  # it was asked for in vain
-                raise request.error
         except BaseException:
             # A signal's handler may have raised after it was begun.
             self.control.post(self.core.abandon, request, TransferAborted("it was interrupted while it was begun"))
@@ -291,6 +290,11 @@ class _Effects:
         """See OutboundEffects."""
         if self._of._channel is not None:
             self._of._channel.send(message)
+
+    def ask(self, request_id: str, encoded: bytes) -> None:
+        """See OutboundEffects."""
+        if self._of._channel is not None:
+            self._of._channel.send(encoded)
 
     def ship(self, item: Item) -> None:
         """See OutboundEffects."""

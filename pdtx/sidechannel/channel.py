@@ -140,9 +140,9 @@ class Channel(ABC):
         self._linger_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"pdtx-{type(self).__name__.lower()}", daemon=True)
 
-    def _queue(self, peer: bytes, messages: Iterable[Message]) -> None:
+    def _queue(self, peer: bytes, messages: Iterable[Message | bytes]) -> None:
         # Encoded here, so that a message that cannot be sent fails where it was made, and none of its batch is sent.
-        self._outbox.extend([(peer, encode(message)) for message in messages])
+        self._outbox.extend([(peer, each if isinstance(each, bytes) else encode(each)) for each in messages])
         self._wake()
 
     def _wake(self) -> None:

@@ -130,9 +130,10 @@ class Dialer(Channel):
                 outcome = _Outcome.SILENT
         return outcome
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | bytes) -> None:
         """Send a message; after a loss it goes nowhere. Safe from any thread, never blocks.
 
+        bytes: what encode() has made of one, where that takes too long for the thread that sends it.
         Raises ProtocolError for a message that the listener would refuse.
         """
         self._queue(_PEER, (message,))
