@@ -3,15 +3,18 @@
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from pdtx.cache import memory
 from pdtx.errors import InputError, PeerUnreachable
-from pdtx.testing import CONTRACT, MoverPair, Scene, Subject
-from pdtx.testing.contract import start
-from pdtx.transports import make_mover
+from pdtx.plan import Runs
+from pdtx.testing import CONTRACT, Gate, GrantingReceiver, MoverPair, Scene, Subject
+from pdtx.testing.contract import require_works, start
+from pdtx.transports import Placement, Region, TransferKey, TransferState, make_mover
 from pdtx.transports.shm.mover import ShmMover
+from tests.tcp_clients import wait_until
 
 MOVING = {
     "check_every_layout_pair",
@@ -71,3 +74,28 @@ def test_another_host_is_out_of_reach() -> None:
 def test_unknown_way_to_copy_is_refused() -> None:
     with pytest.raises(InputError, match="copy_by is 'magic'; one of auto, native, kernel, torch"):
         make_mover("shm", copy_by="magic")
+
+
+def test_little_is_begun_before_the_consumer_has_copied_what_was_before() -> None:
+    """A consumer that is busy with the first of ten puts: all of them but one more can still be cancelled."""
+    gate, nbytes, count, asked = Gate(), 256 << 10, 10, list[TransferKey]()
+    region, there = (Region(torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(2))
+    runs = Runs(*(np.array([number]) for number in (0, 0, nbytes)))
+    grants = GrantingReceiver()
+    subject = Subject(ShmMover)
+    with subject.faulty_pair(grants, before_place=asked.append, before_placed=lambda _: gate.hold()) as pair:
+        connection = pair.connect()
+        keys = [TransferKey(f"request-{number}", 0, 1, 0, 16) for number in range(count)]
+        for key in keys:
+            grants.grant("session", key, Placement(there, runs.destination()))
+        handles = [connection.put(key, region, runs, time.monotonic() + 60) for key in keys]
+        gate.wait_reached()
+        wait_until("all puts are asked for", lambda: asked == keys)
+        begun = -1
+        while begun != (begun := sum(handle.state is not TransferState.PENDING for handle in handles)):
+            time.sleep(0.2)
+        assert [handle.cancel() for handle in handles] == [False, False, *[True] * (count - 2)]
+        gate.open()
+        require_works(pair, connection)
+        assert [placed.key for placed in grants.heard if placed.key in keys] == keys
+        assert [placed.error is None for placed in grants.heard if placed.key in keys] == [True, True, *[False] * 8]

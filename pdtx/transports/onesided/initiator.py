@@ -5,17 +5,13 @@ after another; one reads answers.
 """
 
 import contextlib
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from pdtx.errors import InputError, PdtxError, PeerLost, ProtocolError
-from pdtx.plan import Runs, Slices
+from pdtx.plan import Runs
 from pdtx.ranges.iovec import check_within
 from pdtx.transports.base import (
     MAX_NOTICE_BYTES,
@@ -29,6 +25,7 @@ from pdtx.transports.base import (
 from pdtx.transports.crew import Crew, lost_by
 from pdtx.transports.gets import GetHandle, Stopped
 from pdtx.transports.handshake import bounded_id
+from pdtx.transports.onesided.asked import Asked, Book, Job
 from pdtx.transports.onesided.fabric import Link, Progress
 from pdtx.transports.onesided.frames import (
     Ask,
@@ -62,46 +59,6 @@ _ROOM_S = 30.0
 """Control messages are small: a peer that makes no room for one in this time does not read any more."""
 
 
-NO_SLICES = Slices(np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What to do: move slices of region, or (region None) tell the peer data."""
-
-    region: Region | None = None
-    slices: Slices = NO_SLICES
-    is_get: bool = False
-    staged: bool = False
-    data: bytes = b""
-
-
-@dataclass
-class _Asked:
-    """A transfer that has been asked for, or a notice that is to be sent."""
-
-    sequence: int
-    handle: TransferHandle
-    job: _Job
-    begun: bool = False  # whether it is its turn, and nobody has cancelled it before
-    over: bool = False  # whether its end, or the notice, has been sent
-    answer: Go | Refused | None = None
-
-    def begin(self) -> None:
-        """Mark it as moving, now that it is the first that has been asked for."""
-        self.begun = self.begun or self.handle.post()
-
-
-@dataclass
-class _Book:
-    """What is under way on a connection. Changed under the condition."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    asked: deque[_Asked] = field(default_factory=deque)  # not moved yet, in order
-    unanswered: dict[int, _Asked] = field(default_factory=dict)  # by sequence, until Done or Refused
-    closed: bool = False
-
-
 class OneSidedConnection(Connection):
     """See Connection. stream and link have been joined and belong to this object from now on.
 
@@ -119,8 +76,8 @@ class OneSidedConnection(Connection):
     ) -> None:
         self._stream, self._link, self._pulls, self._forget = stream, link, pulls, forget
         self._peer = stream.wire.peer
-        self._outbox = Outbox[_Job](watch)
-        self._book = _Book()
+        self._outbox = Outbox[Job](watch)
+        self._book = Book(pulls)
         self._packer = packer
         self._shared = SharedRegions(link, stream)
         self._opened = Opened(link, stream)
@@ -149,21 +106,21 @@ class OneSidedConnection(Connection):
         """Queue a transfer, see Connection."""
         slices = runs.source()
         check_within(slices, region.nbytes, "the source")
-        return self._queue(key, _Job(region, slices, staged=staged and self.stages), slices.total, deadline)
+        return self._queue(key, Job(region, slices, staged=staged and self.stages), slices.total, deadline)
 
     def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
         """Queue a transfer, see Connection."""
         slices = runs.destination()
         check_within(slices, region.nbytes, "the destination")
-        return self._queue(key, _Job(region, slices, is_get=True), slices.total, deadline)
+        return self._queue(key, Job(region, slices, is_get=True), slices.total, deadline)
 
     def notify(self, data: bytes, deadline: float) -> TransferHandle:
         """Queue a notice, see Connection."""
         if len(data) > MAX_NOTICE_BYTES:
             raise InputError(f"a notice of {len(data)} bytes; at most {MAX_NOTICE_BYTES} are sent")
-        return self._queue(NOTICE_KEY, _Job(data=data), len(data), deadline)
+        return self._queue(NOTICE_KEY, Job(data=data), len(data), deadline)
 
-    def _queue(self, key: TransferKey, job: _Job, nbytes: int, deadline: float) -> TransferHandle:
+    def _queue(self, key: TransferKey, job: Job, nbytes: int, deadline: float) -> TransferHandle:
         bounded_id(key.request_id, "request id")
         if min(pack_key(key)[1:]) < 0 or key.layer_start > key.layer_stop or key.token_start > key.token_stop:
             raise InputError(f"{key} has ranges that end before they start")
@@ -212,7 +169,7 @@ class OneSidedConnection(Connection):
     def _ask_all(self) -> None:
         sequence = 0
         while (taken := self._outbox.take()) is not None:
-            asked = _Asked(sequence, *taken)
+            asked = Asked(sequence, *taken)
             if not self._wait_for_window():
                 return
             if asked.handle.state.final:
@@ -230,17 +187,17 @@ class OneSidedConnection(Connection):
             book.changed.wait_for(lambda: book.closed or len(book.asked) < _AHEAD)
             return not book.closed
 
-    def _book_in(self, asked: _Asked) -> None:
+    def _book_in(self, asked: Asked) -> None:
         """Enter a transfer that is to be asked for."""
         book = self._book
         with book.changed:
             book.asked.append(asked)
-            if book.asked[0] is asked:
-                asked.begin()
+            if book.asked[0] is asked and book.may_begin(asked):
+                book.begin(asked)
             book.unanswered[asked.sequence] = asked
             book.changed.notify_all()
 
-    def _question(self, asked: _Asked, region: Region) -> Ask:
+    def _question(self, asked: Asked, region: Region) -> Ask:
         job, handle = asked.job, asked.handle
         ask = Ask(asked.sequence, job.is_get, pack_key(handle.key), handle.nbytes)
         if self._pulls and not job.is_get:
@@ -251,7 +208,7 @@ class OneSidedConnection(Connection):
     def _send(self, message: Message) -> None:
         self._stream.send(message, time.monotonic() + _ROOM_S)
 
-    def _send_last(self, asked: _Asked, message: Message) -> None:
+    def _send_last(self, asked: Asked, message: Message) -> None:
         """Send a transfer's end, or a notice; Done may come from now on."""
         with self._book.changed:
             asked.over = True
@@ -269,7 +226,7 @@ class OneSidedConnection(Connection):
                 self._move(asked, asked.answer, asked.job.region)
             self._book_out()
 
-    def _tell(self, asked: _Asked) -> None:
+    def _tell(self, asked: Asked) -> None:
         """Send a notice, unless it was cancelled."""
         if asked.begun:
             self._send_last(asked, Notice(asked.sequence, asked.job.data))
@@ -278,17 +235,17 @@ class OneSidedConnection(Connection):
         with self._book.changed:
             del self._book.unanswered[asked.sequence]
 
-    def _next(self) -> _Asked | None:
+    def _next(self) -> Asked | None:
         """Wait for the next transfer that was asked for; None when the connection is closed."""
         book = self._book
         with book.changed:
-            book.changed.wait_for(lambda: book.closed or book.asked)
+            book.changed.wait_for(lambda: book.closed or (book.asked and book.may_begin(book.asked[0])))
             if book.closed:
                 return None
-            book.asked[0].begin()
+            book.begin(book.asked[0])
             return book.asked[0]
 
-    def _wait_for_answer(self, asked: _Asked) -> bool:
+    def _wait_for_answer(self, asked: Asked) -> bool:
         """Wait for the answer to a transfer; False when the connection is closed."""
         book = self._book
         with book.changed:
@@ -301,7 +258,7 @@ class OneSidedConnection(Connection):
             self._book.asked.popleft()
             self._book.changed.notify_all()
 
-    def _move(self, asked: _Asked, go: Go, region: Region | None) -> None:
+    def _move(self, asked: Asked, go: Go, region: Region | None) -> None:
         handle = asked.handle
         if not asked.begun or handle.state.final or region is None:
             # Cancelled, or its deadline came while the peer made up its mind: the source may be gone.
@@ -328,7 +285,7 @@ class OneSidedConnection(Connection):
         if not self._book.closed:
             self._outbox.shut(lost_by(error, self._peer))
 
-    def _carry_out(self, asked: _Asked, go: Go, region: Region) -> None:
+    def _carry_out(self, asked: Asked, go: Go, region: Region) -> None:
         """Move a transfer's bytes. Raises what ends the connection."""
         handle, job = asked.handle, asked.job
         there = unpack_slices(go.ranges, self._peer)
@@ -387,7 +344,7 @@ class OneSidedConnection(Connection):
                 asked.answer = message
                 book.changed.notify_all()
             if not isinstance(message, Go):
-                del book.unanswered[message.sequence]
+                book.answered(asked)
         if isinstance(message, Done) and message.error is None and message.nbytes != asked.handle.nbytes:
             raise ProtocolError(f"{self._peer} took {message.nbytes} of {asked.handle.nbytes} bytes and calls it done")
         handle = asked.handle
