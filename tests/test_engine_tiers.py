@@ -35,6 +35,7 @@ from tests.engine_pair import (
     states,
     wait_until,
 )
+from tests.tier_scenes import FENCE, KEPT
 
 BLOCK = 32
 FINGERPRINT = b"f" * 32
@@ -72,7 +73,7 @@ class Saved:
         contents = produce(pair.producer, first, [20])
         keys, count = self.prefix.keys(first.token_ids), self.in_tier // BLOCK
         places = [np.arange(0 if group.kind == "state" else count) for group in pair.sources.groups]
-        moved: Moved = tier.store(keys, Side(pair.sources, first.sources), places).result(10)
+        moved: Moved = tier.store(keys, Side(pair.sources, first.sources, hold=KEPT), places, FENCE).result(10)
         assert not moved.failed
         pair.finish(pair.next_ready())
         again = begin(pair.producer, self.tokens, "again")

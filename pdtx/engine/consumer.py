@@ -15,6 +15,7 @@ from pdtx.engine.describe import facts_of
 from pdtx.engine.granting import GrantQueue, granted_blocks, needs_of
 from pdtx.engine.handshake import make_reject, make_welcome, open_session
 from pdtx.engine.inbound import InboundRequest, InboundState, Session
+from pdtx.engine.keeping import keep_request
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.verifier import Verifier
@@ -47,7 +48,6 @@ from pdtx.sidechannel import Listener, Security
 from pdtx.tiers import Moved
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.transports import Mover, TransferKey
-from pdtx.units import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -160,22 +160,15 @@ class KVConsumer:
     # -- the end of a request, on the decode loop's thread -------------------------------------------------------------
 
     def verify(self, request: InboundRequest) -> Verification:
-        """Compare every element of a ready request with the producer's cache, and look for writes beside it.
+        """Compare every element of a ready request with its source, and look for writes beside it.
 
-        Raises VerificationError naming the first wrong coordinate and its true source, or what ended the request.
+        The source is the producer's cache; of blocks that came from a tier it is what was stored there, by content
+        hashes. Raises VerificationError naming the first wrong coordinate and its true source, or what ended the
+        request.
         """
-        try:
-            return self._verifier.verify(request)
-        except VerificationError as error:
-            fetched = request.fetched
-            if not fetched.num_tokens:
-                raise
-            # The last bits of what is computed depend on how many tokens are computed at once.
-            hint = (
-                f"the first {fetched.num_tokens} tokens came from tier {', '.join(fetched.sources)}: if only last bits "
-                "differ, the prefill node has computed them in other chunks; give it tiers, too"
-            )
-            raise VerificationError(f"{error}; {hint}", error.wrong) from None
+        found = self._verifier.verify(request)
+        request.verified = True
+        return found
 
     def release(self, request: InboundRequest) -> None:
         """Tell the producer that its blocks are not needed any more."""
@@ -373,7 +366,7 @@ class KVConsumer:
         fetched = Fetched()
         try:
             prompt = Request(prefix.keys(request.ask.token_ids), request.tables, blocks, self)
-            fetched = prefix.fetch(prompt, request.num_tokens, request.deadline, resume=False)
+            fetched = prefix.fetch(prompt, request.num_tokens, request.deadline, resume=False, checked=self.verifies)
         except DeadlineExceeded as error:
             self.fail(request, error)  # something may still be written into the blocks
             return
@@ -418,17 +411,13 @@ class KVConsumer:
         """Put the whole blocks of a request that is at its end into this node's tiers, in the background.
 
         token_ids: those that the cache holds, of prompt and answer. Returns None where nothing is kept. Raises
-        TierError for tokens that have no keys.
+        TierNotReady for a request that has not all arrived, or was not verified where this node verifies; TierError for
+        tokens that are not the request's, or have no keys.
         """
-        if self.prefix is None or request.blocks is None:
+        if self.prefix is None:
             return None
-        if self.verifies:
-            # What was computed here, token by token, has other last bits than what a prefill node computes of it.
-            token_ids = token_ids[: request.num_tokens]
-        size = self.prefix.block_tokens
-        first = [ceil_div(need.positions.start, size) for need in request.needs]
-        prompt = Request(self.prefix.keys(token_ids), request.tables, request.blocks, self)
-        return self.prefix.keep(prompt, first, len(token_ids), record_fence(self.cache.device))
+        fence = record_fence(self.cache.device)
+        return keep_request(self.prefix, request, token_ids, holder=self, verifies=self.verifies, fence=fence)
 
     def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
         with self._lock:

@@ -54,6 +54,7 @@ class InboundRequest:
 
     needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
     fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
+    verified: whether verify() has found every element to be right.
     """
 
     session: Session
@@ -66,6 +67,7 @@ class InboundRequest:
     tables: tuple[Int64s, ...] = ()
     state: InboundState = InboundState.QUEUED
     fetched: Fetched = field(default_factory=Fetched)
+    verified: bool = False
     received_bytes: int = 0
     received_runs: int = 0
     noticed_bytes: int = 0
