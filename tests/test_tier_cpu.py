@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -260,7 +261,9 @@ def test_a_store_reads_nothing_before_its_fence() -> None:
 
 def test_tooth_a_store_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     store = CpuTier.store
-    monkeypatch.setattr(CpuTier, "store", lambda self, keys, source, places, fence: store(self, keys, source, places))
+    monkeypatch.setattr(
+        CpuTier, "store", lambda self, keys, source, places, fence: store(self, keys, source, places, FENCE)
+    )
     with pytest.raises(AssertionError):
         store_waits_for_its_fence(SECONDS)
 
@@ -592,7 +595,7 @@ def test_a_peer_can_read_straight_from_the_tiers_memory() -> None:
 def test_what_is_evicted_can_be_kept_in_another_tier() -> None:
     here = Simple(2)
     lower = tier_of(here.source.cache, KEYS, layouts=("flashinfer_hnd",))
-    here.tier.keep_elsewhere = lower.store
+    here.tier.keep_elsewhere = partial(lower.store, fence=FENCE)
     for place in range(KEYS):
         here.tier.store(here.keys, here.source.side, (ids(place),), FENCE).result(SECONDS)
     with lower.lookup(here.keys, (np.arange(KEYS),)) as lease:

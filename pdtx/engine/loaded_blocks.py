@@ -5,10 +5,11 @@ once. So what was loaded is compared with what was stored, which had been verifi
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from pdtx.cache import KVCaches
+from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.cache.verify import Naming
 from pdtx.engine.inbound import InboundRequest
 from pdtx.plan.runs import Int64s
@@ -18,7 +19,7 @@ from pdtx.tiers.contents import buffers_of
 
 @dataclass(frozen=True)
 class LoadedBlocks:
-    """What came of the comparison. compared, wrong: elements, all those of a block and buffer that differs.
+    """What a comparison showed. compared: elements of the request. wrong: elements, all those of a buffer's bad block.
 
     bad, checked: blocks. first: which block is wrong, and what it holds; None if all are right.
     """
@@ -77,9 +78,11 @@ def _compare_group(cache: KVCaches, request: InboundRequest, group: int, places:
     fetched, buffers = request.fetched, buffers_of(cache, group)
     meant = [content for content in fetched.contents[group] if content]
     here = hash_contents(Side(cache, request.tables), fetched.block_tokens, group, places)
-    elements = [
-        buffer.bytes_per_position // buffer.itemsize * buffer.num_layers * fetched.block_tokens for buffer in buffers
-    ]
+    elements = [_elements(buffer, fetched.block_tokens) for buffer in buffers]
+    compared, positions = 0, request.needs[group].positions
+    for buffer in buffers:
+        others = unchecked_positions(request, group, positions)
+        compared += _elements(buffer, len(positions)) - sum(_elements(buffer, len(span)) for span in others)
     wrong, first = 0, None
     bad = np.zeros(len(places), bool)
     for at, (right, content) in enumerate(zip(meant, here, strict=True)):
@@ -93,7 +96,11 @@ def _compare_group(cache: KVCaches, request: InboundRequest, group: int, places:
                 where = Naming(buffer.name, cache.groups[group].name).where
                 holds = _describe(content[part], [each[part] for each in meant], places, fetched.block_tokens)
                 first = first or f"{where} {_name(int(places[at]), fetched.block_tokens)} {holds}"
-    return LoadedBlocks(sum(elements) * len(places), wrong, int(bad.sum()), len(places), first)
+    return LoadedBlocks(compared, wrong, int(bad.sum()), len(places), first)
+
+
+def _elements(buffer: PagedBuffer, positions: int) -> int:
+    return prod(buffer.rows_shape(positions)) // buffer.itemsize * buffer.num_layers
 
 
 def _name(place: int, block_tokens: int) -> str:
