@@ -14,6 +14,7 @@ PdtxError                        exit code 1
 │   └── StaleBlocks              a block was freed, and perhaps given to another request, meanwhile
 ├── TierError                    what goes wrong in a tier that keeps blocks
 │   ├── TierBusy                 it has too much to do already
+│   ├── TierNotReady             what is to be kept has not all arrived, or was not verified
 │   └── TierInUse                another process keeps its blocks there
 ├── ProtocolError                a peer's message that is malformed, too large or of another version
 │   └── IncompatiblePeer         the handshake found a field that differs
@@ -110,6 +111,10 @@ class TierError(PdtxError):
 
 class TierBusy(TierError):
     """The tier has too much to do already; what was asked for has not been begun."""
+
+
+class TierNotReady(TierError):
+    """A request is to be kept that has not all arrived, or was not verified; nothing was copied."""
 
 
 class TierInUse(TierError):

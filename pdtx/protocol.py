@@ -25,6 +25,9 @@ _MAX_ERROR = 300
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096
 MAX_TIER_BLOCKS = 1 << 18
+MAX_TIER_HASHES = 32 << 20
+"""Bytes of all content hashes in one answer."""
+
 
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")]
 Word = Annotated[str, Meta(max_length=256)]
@@ -39,6 +42,7 @@ NumBlocks = Annotated[int, Meta(ge=1, le=2**31)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=_MAX_ITEMS)]
 Extents = Annotated[list[Count], Meta(max_length=16)]
 Places = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_TIER_BLOCKS)]], Meta(max_length=MAX_TIER_BLOCKS)]
+ContentHashes = Annotated[list[Annotated[bytes, Meta(max_length=16 * _MAX_GROUPS)]], Meta(max_length=MAX_TIER_BLOCKS)]
 SpecField = Count | Word | None | Annotated[list[Word | Extents], Meta(max_length=64)]
 """A field of a spec: a number, a name, or the names or shapes of a layer's states."""
 
@@ -321,10 +325,21 @@ class TierLookup(_Message, frozen=True, kw_only=True, tag="tier_lookup"):
 
 
 class TierFound(_Message, frozen=True, kw_only=True, tag="tier_found"):
-    """S to A: these are yours to read until lease_s have passed. places: for each group those of the lookup's."""
+    """S to A: these are yours to read until lease_s have passed. places: for each group those of the lookup's.
+
+    contents: for each group, for each of its places, the content hash that was stored with the block: 16 bytes for each
+    buffer of the group, in an order that equal digests imply; empty where there is none. Together no more than
+    MAX_TIER_HASHES.
+    """
 
     request_id: Id
     places: Annotated[list[Places], Meta(min_length=1, max_length=_MAX_GROUPS)]
+    contents: Annotated[list[ContentHashes], Meta(min_length=1, max_length=_MAX_GROUPS)]
+
+    def __post_init__(self) -> None:
+        counts = [len(each) for each in self.places], [len(each) for each in self.contents]
+        if counts[0] != counts[1]:
+            raise ValueError(f"content hashes of {sum(counts[1])} blocks for {sum(counts[0])} that were found")
 
 
 class TierDone(_Message, frozen=True, kw_only=True, tag="tier_done"):

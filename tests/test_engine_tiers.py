@@ -2,6 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,10 +15,11 @@ import torch
 from pdtx.cache import KVCaches
 from pdtx.engine.inbound import InboundRequest
 from pdtx.engine.states import InboundState
-from pdtx.errors import ProtocolError, TransferError
+from pdtx.errors import ProtocolError, TierError, TierNotReady, TransferError, VerificationError
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
+from pdtx.plan.runs import Int64s
 from pdtx.protocol import Grant, Message
-from pdtx.tiers import Moved, Side
+from pdtx.tiers import Moved, Side, hash_contents
 from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
@@ -36,6 +40,7 @@ from tests.engine_pair import (
     states,
     wait_until,
 )
+from tests.tier_scenes import FENCE, KEPT
 
 BLOCK = 32
 FINGERPRINT = b"f" * 32
@@ -46,10 +51,20 @@ def with_tier(cache: KVCaches) -> PrefixCache:
     return PrefixCache(cache, CpuTier(memory, like=cache), FINGERPRINT)
 
 
+def hashed_side(cache: KVCaches, tables: tuple[Int64s, ...]) -> Side:
+    """A source whose blocks are stored with content hashes."""
+    side = Side(cache, tables, hold=KEPT)
+    return replace(side, contents=partial(hash_contents, side, BLOCK))
+
+
 class Saved:
     """A pair whose consumer's tier holds what its producer is going to compute."""
 
-    def __init__(self, source: KVCaches, destination: KVCaches, tokens: int, in_tier: int) -> None:
+    def __init__(
+        self, source: KVCaches, destination: KVCaches, tokens: int, in_tier: int, *, last_bits: int = 0
+    ) -> None:
+        """last_bits: in which the contents of the first half of what the tier has differ the second time."""
+        self.last_bits = last_bits
         self.pair = Pair(source, destination, prefix=with_tier)
         self.tokens, self.in_tier = tokens, in_tier
         prefix = self.pair.consumer.prefix
@@ -73,7 +88,7 @@ class Saved:
         contents = produce(pair.producer, first, [20])
         keys, count = self.prefix.keys(first.token_ids), self.in_tier // BLOCK
         places = [np.arange(0 if group.kind == "state" else count) for group in pair.sources.groups]
-        moved: Moved = tier.store(keys, Side(pair.sources, first.sources), places).result(10)
+        moved: Moved = tier.store(keys, hashed_side(pair.sources, first.sources), places, FENCE).result(10)
         assert not moved.failed
         pair.finish(pair.next_ready())
         again = begin(pair.producer, self.tokens, "again")
@@ -81,7 +96,9 @@ class Saved:
         for stop in (20, self.tokens):  # the same contents, in two chunks
             for index, buffer in enumerate(pair.sources.buffers):
                 for layer, name in enumerate(buffer.layer_names):
-                    rows, table = contents[buffer.name, name], again.tables[buffer.group]
+                    rows, table = contents[buffer.name, name].clone(), again.tables[buffer.group]
+                    if pair.sources.groups[buffer.group].kind != "state":
+                        rows[:, : self.in_tier // 2] ^= self.last_bits
                     buffer.write_canonical(layer, table, 0, rows)
                     pair.producer.layer_ready(again, index, layer, start, stop)
             start = stop
@@ -158,11 +175,13 @@ class Slow(PrefixCache):
         super().__init__(cache, inner.tier, FINGERPRINT)
         self.gate, self.error = threading.Event(), False
 
-    def fetch(self, request: Request, num_tokens: int, deadline: float, *, resume: bool) -> Fetched:
+    def fetch(
+        self, request: Request, num_tokens: int, deadline: float, *, resume: bool, checked: bool = False
+    ) -> Fetched:
         assert self.gate.wait(PATIENCE_S)
         if self.error:
             raise RuntimeError("a bug")
-        return super().fetch(request, num_tokens, deadline, resume=resume)
+        return super().fetch(request, num_tokens, deadline, resume=resume, checked=checked)
 
 
 @pytest.mark.parametrize("error", [False, True])
@@ -197,7 +216,7 @@ def test_blocks_of_a_request_that_has_ended_stay_out_until_they_are_kept() -> No
         tier = prefix.tier
         assert tier is not None
         store = tier.store
-        tier.store = lambda keys, source, places, fence=None: store(  # type: ignore[method-assign]
+        tier.store = lambda keys, source, places, fence: store(  # type: ignore[method-assign]
             keys, source, places, lambda: (gate.wait(PATIENCE_S), None)[1]
         )
         return prefix
@@ -206,6 +225,7 @@ def test_blocks_of_a_request_that_has_ended_stay_out_until_they_are_kept() -> No
         request = begin(pair.producer, 40)
         ship(pair.producer, request)
         ready = pair.next_ready()
+        pair.consumer.verify(ready)
         kept = pair.consumer.keep(ready, ready.ask.token_ids)
         assert kept is not None
         pair.finish(ready)
@@ -215,3 +235,138 @@ def test_blocks_of_a_request_that_has_ended_stay_out_until_they_are_kept() -> No
         wait_until(lambda: pair.consumer.allocator.num_free == (pair.destination.num_blocks - 1,), "its blocks")
         assert pair.consumer.prefix is not None
         pair.consumer.prefix.close()
+
+
+@pytest.mark.parametrize("in_tier", [32, 64])
+def test_other_last_bits_at_the_producer_are_not_held_against_what_a_tier_had(in_tier: int) -> None:
+    source, destination = make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20)
+    with Saved(KVCaches.single(source), KVCaches.single(destination), 70, in_tier, last_bits=1) as saved:
+        contents, ready, _ = saved.run()
+        assert ready.fetched.num_tokens == in_tier
+        require_contents(saved.pair, ready, contents)
+        saved.pair.finish(ready)  # which counts that all elements have been compared
+
+
+def two_groups(layout: str, size: int) -> KVCaches:
+    return join(
+        [attention(FullAttentionSpec, "full", layout, size, num_blocks=40), latent("l", 24, size, num_blocks=40)],
+        [attention(SlidingWindowSpec, "window", layout, size, num_blocks=40, sliding_window=70)],
+    )
+
+
+def flip(cache: KVCaches, tables: tuple[Int64s, ...], name: str, position: int) -> None:
+    """Change one bit of a buffer's last layer at a position."""
+    buffer = next(each for each in cache.buffers if each.name == name)
+    table, layer = torch.as_tensor(tables[buffer.group]), buffer.num_layers - 1
+    rows = buffer.canonical(layer, table, position, position + 1)
+    rows[-1, 0, -1, -1] ^= 1
+    buffer.write_canonical(layer, table, position, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "words"),
+    [
+        ("full", 0, "1 of 6 blocks from tier cpu are wrong; first: buffer full block 0 (tokens 0..32) does not hold"),
+        ("full", 95, "1 of 6 blocks from tier cpu are wrong; first: buffer full block 2 (tokens 64..96) does not hold"),
+        ("l", 40, "1 of 6 blocks from tier cpu are wrong; first: group full buffer l block 1 (tokens 32..64) does not"),
+        ("window", 64, "1 of 6 blocks from tier cpu are wrong; first: buffer window block 2 (tokens 64..96) does not"),
+        ("full", 96, "buffer full layer 1 V token 96 head 0"),
+        ("full", 99, "buffer full layer 1 V token 99 head 0"),
+    ],
+)
+def test_one_bit_that_changed_is_found_wherever_it_came_from(name: str, position: int, words: str) -> None:
+    source, destination = two_groups("flash_attn_nhd", 16), two_groups("flashinfer_hnd", 32)
+    with Saved(source, destination, 100, 96) as saved:
+        _, ready, _ = saved.run()
+        flip(destination, ready.tables, name, position)
+        with pytest.raises(VerificationError) as caught:
+            saved.pair.consumer.verify(ready)
+        assert words.replace("head 0", "head") in str(caught.value)
+        assert caught.value.wrong > 0
+        assert not ready.verified
+        flip(destination, ready.tables, name, position)
+        saved.pair.finish(ready)
+        assert ready.verified
+
+
+@pytest.mark.parametrize("swap", [(0, 1), (2, 0)])
+def test_blocks_that_were_swapped_are_found_and_named(swap: tuple[int, int]) -> None:
+    source, destination = two_groups("flash_attn_nhd", 16), two_groups("flashinfer_hnd", 32)
+    with Saved(source, destination, 100, 96) as saved:
+        _, ready, _ = saved.run()
+        table = torch.as_tensor(ready.tables[0])
+        for buffer in destination.buffers[:2]:
+            for layer in range(buffer.num_layers):
+                one, other = (buffer.canonical(layer, table, 32 * at, 32 * at + 32) for at in swap)
+                buffer.write_canonical(layer, table, 32 * swap[0], other)
+                buffer.write_canonical(layer, table, 32 * swap[1], one)
+        first, second = sorted(swap)
+        words = (
+            f"2 of 6 blocks from tier cpu are wrong; first: buffer full block {first} (tokens {32 * first}.."
+            f"{32 * first + 32}) holds the content of block {second} (tokens {32 * second}..{32 * second + 32})"
+        )
+        with pytest.raises(VerificationError) as caught:
+            saved.pair.consumer.verify(ready)
+        assert words in str(caught.value)
+        saved.pair.consumer.fail(ready, caught.value)
+        saved.pair.consumer.let_go(ready)
+
+
+def test_a_block_of_other_tokens_in_the_tier_is_found() -> None:
+    """The tier's own memory goes wrong after a block was kept: its hash is that of what it should be."""
+    source, destination = make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20)
+    with Saved(KVCaches.single(source), KVCaches.single(destination), 70, 64) as saved:
+        tier = saved.prefix.tier
+        assert isinstance(tier, CpuTier)
+        copy = tier._move_out
+
+        def other_tokens(into: Side, wanted: Any, done: Any) -> None:  # noqa: ANN401 - a tier's own
+            copy(into, replace(wanted, held=unused.numpy()[-len(wanted.held) :]), done)
+
+        buffer = tier.cache.buffers[0]
+        unused = torch.arange(1, buffer.num_blocks)
+        tier._move_out = other_tokens  # type: ignore[method-assign]
+        random = torch.randint(256, buffer.rows_shape(buffer.block_size * 2), dtype=torch.uint8)
+        for layer in range(buffer.num_layers):
+            buffer.write_canonical(layer, unused[-2:], 0, random)
+        _, ready, _ = saved.run()
+        with pytest.raises(VerificationError, match=r"2 of 2 blocks from tier cpu are wrong.*nor any other block"):
+            saved.pair.consumer.verify(ready)
+        saved.pair.consumer.fail(ready, VerificationError("as it was", 1))
+        saved.pair.consumer.let_go(ready)
+
+
+def stored(prefix: PrefixCache) -> int:
+    return sum(group.stored.blocks for usage in prefix.usages() for group in usage.groups)
+
+
+def test_what_has_not_arrived_or_was_not_verified_is_not_kept() -> None:
+    with Pair(prefix=with_tier) as pair:
+        prefix = pair.consumer.prefix
+        assert prefix is not None
+        request = begin(pair.producer, 40)
+        sent = ship(pair.producer, request, complete=False)
+        received = pair.received("r")
+        wait_until(lambda: received.state is InboundState.RECEIVING, "the grant")
+        with pytest.raises(TierNotReady, match=r"^request r is not kept: it has not all arrived: "):
+            pair.consumer.keep(received, received.ask.token_ids)
+        pair.producer.computed(request, 7)
+        ready = pair.next_ready()
+        with pytest.raises(TierNotReady, match=r"^request r is not kept: it has arrived and was not verified"):
+            pair.consumer.keep(ready, ready.ask.token_ids)
+        flip(pair.destinations, ready.tables, pair.destination.name, 3)
+        with pytest.raises(VerificationError):
+            pair.consumer.verify(ready)
+        with pytest.raises(TierNotReady, match="was not verified"):
+            pair.consumer.keep(ready, ready.ask.token_ids)
+        assert stored(prefix) == 0
+        flip(pair.destinations, ready.tables, pair.destination.name, 3)
+        pair.consumer.verify(ready)
+        with pytest.raises(TierError, match="are not those of its prompt"):
+            pair.consumer.keep(ready, [5, *ready.ask.token_ids[1:]])
+        kept = pair.consumer.keep(ready, ready.ask.token_ids)
+        assert isinstance(kept, Future)
+        assert kept.result(10).num_blocks == stored(prefix) == 1
+        assert torch.equal(bits(arrived(pair.destination, ready)), bits(sent.data))
+        pair.finish(ready, verify=False)
+        prefix.close()

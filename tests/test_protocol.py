@@ -137,7 +137,7 @@ MESSAGES: list[Message] = [
         lease_s=30.0,
     ),
     TierLookup(request_id="l", digests=[b"d" * 32, b"e" * 32], proofs=[b"p", b"q"], places=[[0, 1], []]),
-    TierFound(request_id="l", places=[[1], []]),
+    TierFound(request_id="l", places=[[1], []], contents=[[b"h" * 16], []]),
     TierDone(request_id="l"),
     Call(call_id=1, method="prepare", body=b"\x80"),
     Answer(call_id=1, body=b"\x80", error="no room", kind="InputError"),

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from pdtx.tiers.geometry import block_nbytes
 from pdtx.tiers.memory import PinnedMemory, numa_nodes, pieces_of
 from pdtx.tiers.shelf import Shelf
 from tests.engine_pair import attention, join, latent, states
-from tests.tier_scenes import FINGERPRINT, SECONDS, Contents, Target, full, ids, one_block_prompts, tier_of
+from tests.tier_scenes import FENCE, FINGERPRINT, KEPT, SECONDS, Contents, Target, full, ids, one_block_prompts, tier_of
 
 KEYS = 6
 
@@ -56,7 +57,7 @@ def test_any_layout_block_size_and_number_of_ranks_on_either_side(
     buffer = full(KEYS * factors[1] + 3, "flashinfer_hnd", dst_size, tp_size=ranks[1])
     target, keys = Target.of(buffer, KEYS, 32), one_block_prompts(KEYS, 32)
     with closing(tier_of(source.cache, KEYS, 32, layouts=(tier_layout,) if tier_layout else None)) as tier:
-        stored = tier.store(keys, source.side, (ids(4, 0, 5, 2),)).result(SECONDS)
+        stored = tier.store(keys, source.side, (ids(4, 0, 5, 2),), FENCE).result(SECONDS)
         assert (stored.places[0].tolist(), stored.failed) == ([4, 0, 5, 2], ())
         with tier.lookup(keys, (np.arange(KEYS),)) as lease:
             assert lease.found[0].nonzero()[0].tolist() == [0, 2, 4, 5]
@@ -76,7 +77,7 @@ def test_any_type_of_element(dtype: str) -> None:
 
     source, target, keys = Contents.of(cache("sglang"), 4), Target.of(cache("vllm_lbhnc"), 4), one_block_prompts(4)
     with closing(tier_of(source.cache, 4)) as tier:
-        tier.store(keys, source.side, (np.arange(4),)).result(SECONDS)
+        tier.store(keys, source.side, (np.arange(4),), FENCE).result(SECONDS)
         with tier.lookup(keys, (np.arange(4),)) as lease:
             lease.load(target.side, (np.arange(4),)).result(SECONDS)
     assert target.wrong(range(4)) == 0
@@ -124,7 +125,7 @@ def test_any_kind_of_layer(kind: str) -> None:
         one_block_prompts(4, 32),
     )
     with closing(tier_of(source.cache, 4, 32)) as tier:
-        stored = tier.store(keys, source.side, (ids(3, 0, 2),)).result(SECONDS)
+        stored = tier.store(keys, source.side, (ids(3, 0, 2),), FENCE).result(SECONDS)
         assert stored.failed == ()
         with tier.lookup(keys, (ids(0, 3),)) as lease:
             assert lease.load(target.side, (ids(0, 3),)).result(SECONDS).failed == ()
@@ -178,7 +179,7 @@ def test_groups_are_stored_and_counted_apart_and_null_blocks_not_at_all(block_to
     every, state, nothing = np.arange(blocks), ids(blocks - 1), ids()
     tail = every[kept_from // block_tokens :]
     with closing(tier_of(src, blocks, block_tokens, tokens_per_state=tokens)) as tier:
-        stored = tier.store(keys, Side(src, theirs), (every, every, state, nothing)).result(SECONDS)
+        stored = tier.store(keys, Side(src, theirs, hold=KEPT), (every, every, state, nothing), FENCE).result(SECONDS)
         assert [places.tolist() for places in stored.places] == [every.tolist(), tail.tolist(), state.tolist(), []]
         assert [(one.group, one.place) for one in stored.failed] == [
             ("window", place) for place in range(kept_from // block_tokens)
@@ -260,14 +261,16 @@ def test_a_store_reads_nothing_before_its_fence() -> None:
 
 def test_tooth_a_store_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     store = CpuTier.store
-    monkeypatch.setattr(CpuTier, "store", lambda self, keys, source, places, fence: store(self, keys, source, places))
+    monkeypatch.setattr(
+        CpuTier, "store", lambda self, keys, source, places, fence: store(self, keys, source, places, FENCE)
+    )
     with pytest.raises(AssertionError):
         store_waits_for_its_fence(SECONDS)
 
 
 def test_no_load_waits_for_the_fence_of_a_store() -> None:
     here, open_ = Simple(), threading.Event()
-    here.tier.store(here.keys, here.source.side, (ids(0),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (ids(0),), FENCE).result(SECONDS)
 
     def fence() -> None:
         assert open_.wait(SECONDS)
@@ -312,7 +315,7 @@ def test_a_store_that_fails_in_the_middle_leaves_no_half_block(
 ) -> None:
     here = Simple(copier=Broken)
     monkeypatch.setattr(Broken, "error", error)
-    future = here.tier.store(here.keys, here.source.side, (np.arange(3),))
+    future = here.tier.store(here.keys, here.source.side, (np.arange(3),), FENCE)
     if isinstance(error, OSError):
         assert [one.place for one in future.result(SECONDS).failed] == [0, 1, 2]
     else:
@@ -320,7 +323,7 @@ def test_a_store_that_fails_in_the_middle_leaves_no_half_block(
             future.result(SECONDS)
     assert not here.tier.lookup(here.keys, (np.arange(3),)).found[0].any()
     monkeypatch.setattr(Broken, "error", None)
-    assert here.tier.store(here.keys, here.source.side, (np.arange(4),)).result(SECONDS).num_blocks == 4
+    assert here.tier.store(here.keys, here.source.side, (np.arange(4),), FENCE).result(SECONDS).num_blocks == 4
     assert here.tier.usage().groups[0].evicted.blocks == 0
     here.tier.close()
 
@@ -330,7 +333,7 @@ def test_a_load_that_fails_in_the_middle_leaves_poison_and_no_pins(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Simple(copier=Broken)
-    here.tier.store(here.keys, here.source.side, (np.arange(3),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (np.arange(3),), FENCE).result(SECONDS)
     monkeypatch.setattr(Broken, "error", error)
     with here.tier.lookup(here.keys, (np.arange(3),)) as lease:
         future = lease.load(here.target.side, (np.arange(3),))
@@ -366,7 +369,7 @@ def gates() -> Iterator[None]:
 @pytest.mark.usefixtures("gates")
 def test_blocks_stay_pinned_while_a_load_is_under_way_though_the_lease_is_released() -> None:
     here = Simple(copier=Slow, threads=2)
-    here.tier.store(here.keys, here.source.side, (np.arange(4),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (np.arange(4),), FENCE).result(SECONDS)
     lease = here.tier.lookup(here.keys, (ids(0, 1),))
     Slow.gate.clear()
     Slow.begun.clear()
@@ -386,7 +389,7 @@ def test_blocks_stay_pinned_while_a_load_is_under_way_though_the_lease_is_releas
 @pytest.mark.usefixtures("gates")
 def test_a_busy_tier_says_so_and_leaves_no_pins() -> None:
     here = Simple(copier=Slow, most_jobs=1)
-    here.tier.store(here.keys, here.source.side, (ids(0),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (ids(0),), FENCE).result(SECONDS)
     for begin in ("store", "load"):
         Slow.gate.clear()
         Slow.begun.clear()
@@ -394,7 +397,7 @@ def test_a_busy_tier_says_so_and_leaves_no_pins() -> None:
 
         def ask(place: int, begin: str = begin, lease: ShelfLease = lease) -> "Future[Moved]":
             if begin == "store":
-                return here.tier.store(here.keys, here.source.side, (ids(place),))
+                return here.tier.store(here.keys, here.source.side, (ids(place),), FENCE)
             return lease.load(here.target.side, (ids(0),))
 
         under_way = ask(1)
@@ -412,7 +415,7 @@ def test_a_busy_tier_says_so_and_leaves_no_pins() -> None:
 @pytest.mark.usefixtures("gates")
 def test_closing_refuses_waiting_loads_and_gives_their_pins_back() -> None:
     here = Simple(copier=Slow)
-    here.tier.store(here.keys, here.source.side, (ids(0),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (ids(0),), FENCE).result(SECONDS)
     Slow.gate.clear()
     Slow.begun.clear()
     with here.tier.lookup(here.keys, (ids(0),)) as lease:
@@ -427,7 +430,7 @@ def test_closing_refuses_waiting_loads_and_gives_their_pins_back() -> None:
         waiting.result(0)
     assert here.tier.usage().groups[0].pinned.blocks == 0
     with pytest.raises(TierError, match="closed"):
-        here.tier.store(here.keys, here.source.side, (ids(0),))
+        here.tier.store(here.keys, here.source.side, (ids(0),), FENCE)
 
 
 class Hurry(Copier):
@@ -456,7 +459,7 @@ def test_threads_that_evict_each_others_blocks_load_the_right_ones() -> None:
         chance, target = np.random.default_rng(seed), Target.of(full(KEYS + 5), KEYS)
         while evicted() < EVICTIONS and not wrong and time.monotonic() < end:
             some = chance.permutation(KEYS).astype(np.int64)
-            here.tier.store(here.keys, here.source.side, (some[:2],)).result(SECONDS)
+            here.tier.store(here.keys, here.source.side, (some[:2],), FENCE).result(SECONDS)
             with here.tier.lookup(here.keys, (some[1:3],)) as lease:
                 found = some[1:3][lease.found[0]]
                 moved = lease.load(target.side, (found,)).result(SECONDS)
@@ -498,7 +501,7 @@ def wrong_while_stored() -> int:
             return super().copy(group, src_table, dst_table, positions)
 
     here = Simple(copier=Held)
-    storing = here.tier.store(here.keys, here.source.side, (ids(0),))
+    storing = here.tier.store(here.keys, here.source.side, (ids(0),), FENCE)
     gate.wait_reached(SECONDS)
     with here.tier.lookup(here.keys, (ids(0),)) as lease:
         found = ids(0)[lease.found[0]]
@@ -538,7 +541,7 @@ def test_wrong_questions_are_refused() -> None:
     with pytest.raises(TierError, match="keys of blocks of 32 tokens"):
         here.tier.lookup(other, (ids(0),))
     with pytest.raises(TierError, match="keys of blocks of 32 tokens"):
-        here.tier.store(other, here.source.side, (ids(0),))
+        here.tier.store(other, here.source.side, (ids(0),), FENCE)
     with pytest.raises(TierError, match="places for 2 groups; the CPU tier has 1"):
         here.tier.lookup(here.keys, (ids(0), ids(0)))
     for place in (-1, KEYS):
@@ -547,15 +550,15 @@ def test_wrong_questions_are_refused() -> None:
     with here.tier.lookup(here.keys, (ids(0),)) as lease, pytest.raises(TierError, match="group full block 0 was not"):
         lease.load(here.target.side, (ids(0),))
     with pytest.raises(TierError, match="tables for 0 groups"):
-        here.tier.store(here.keys, Side(here.source.cache, ()), (ids(0),))
+        here.tier.store(here.keys, Side(here.source.cache, (), hold=KEPT), (ids(0),), FENCE)
     with pytest.raises(TierError, match="groups differ"):
-        here.tier.store(here.keys, Side(join([states()]), (ids(1),)), (ids(0),))
+        here.tier.store(here.keys, Side(join([states()]), (ids(1),), hold=KEPT), (ids(0),), FENCE)
     here.tier.close()
 
 
 def test_what_has_nowhere_to_go_fails_by_name_and_the_rest_is_loaded() -> None:
     here = Simple()
-    here.tier.store(here.keys, here.source.side, (np.arange(4),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (np.arange(4),), FENCE).result(SECONDS)
     table = here.target.table.copy()
     table[1] = 0
     with here.tier.lookup(here.keys, (np.arange(4),)) as lease:
@@ -568,8 +571,8 @@ def test_what_has_nowhere_to_go_fails_by_name_and_the_rest_is_loaded() -> None:
 
 def test_what_is_here_is_not_stored_again() -> None:
     here = Simple()
-    here.tier.store(here.keys, here.source.side, (ids(0, 1),)).result(SECONDS)
-    moved = here.tier.store(here.keys, here.source.side, (ids(0, 1, 2),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (ids(0, 1),), FENCE).result(SECONDS)
+    moved = here.tier.store(here.keys, here.source.side, (ids(0, 1, 2),), FENCE).result(SECONDS)
     assert (moved.places[0].tolist(), moved.present, moved.failed) == ([2], 2, ())
     here.tier.close()
 
@@ -579,7 +582,7 @@ def test_what_is_here_is_not_stored_again() -> None:
 
 def test_a_peer_can_read_straight_from_the_tiers_memory() -> None:
     here = Simple()
-    here.tier.store(here.keys, here.source.side, (np.arange(4),)).result(SECONDS)
+    here.tier.store(here.keys, here.source.side, (np.arange(4),), FENCE).result(SECONDS)
     with here.tier.lookup(here.keys, (ids(3, 1),)) as lease:
         table = lease.tables(0)
         assert [place for place, block in enumerate(table.tolist()) if block] == [1, 3]
@@ -592,9 +595,9 @@ def test_a_peer_can_read_straight_from_the_tiers_memory() -> None:
 def test_what_is_evicted_can_be_kept_in_another_tier() -> None:
     here = Simple(2)
     lower = tier_of(here.source.cache, KEYS, layouts=("flashinfer_hnd",))
-    here.tier.keep_elsewhere = lower.store
+    here.tier.keep_elsewhere = partial(lower.store, fence=FENCE)
     for place in range(KEYS):
-        here.tier.store(here.keys, here.source.side, (ids(place),)).result(SECONDS)
+        here.tier.store(here.keys, here.source.side, (ids(place),), FENCE).result(SECONDS)
     with lower.lookup(here.keys, (np.arange(KEYS),)) as lease:
         found = lease.found[0].nonzero()[0]
         assert found.tolist() == [0, 1, 2, 3]
@@ -612,11 +615,11 @@ def test_states_pass_from_tier_to_tier_by_place() -> None:
     )
     for block in (1, 2, 3):
         fill_codes(src.buffers[0], ids(block), codes_for(src.buffers[0], 1))
-        upper.store(keys, Side(src, (ids(block),)), (ids(block - 1),)).result(SECONDS)
+        upper.store(keys, Side(src, (ids(block),), hold=KEPT), (ids(block - 1),), FENCE).result(SECONDS)
     with upper.lookup(keys, (np.arange(3),)) as lease:
         assert lease.found[0].all()
-        side = Side(upper.cache, (lease.tables(0),), of_tier=True)
-        assert lower.store(keys, side, (np.arange(3),)).result(SECONDS).num_blocks == 3
+        side = Side(upper.cache, (lease.tables(0),), of_tier=True, hold=KEPT)
+        assert lower.store(keys, side, (np.arange(3),), FENCE).result(SECONDS).num_blocks == 3
     with lower.lookup(keys, (ids(2),)) as lease:
         assert lease.load(Side(dst, (ids(4),)), (ids(2),)).result(SECONDS).failed == ()
     assert check_codes(dst.buffers[0], ids(4), codes_for(dst.buffers[0], 1)).wrong == 0
@@ -680,7 +683,7 @@ def test_estimates_follow_what_was_measured() -> None:
     source, keys = Contents.of(big, 30), one_block_prompts(30)
     with closing(tier_of(source.cache, 30)) as tier:
         before = tier.seconds_for(10**9, 0)
-        tier.store(keys, source.side, (np.arange(30),)).result(SECONDS)
+        tier.store(keys, source.side, (np.arange(30),), FENCE).result(SECONDS)
         with tier.lookup(keys, (np.arange(30),)) as lease:
             moved = lease.load(source.side, (np.arange(30),)).result(SECONDS)
         assert tier.seconds_for(moved.nbytes, 0) == pytest.approx(moved.seconds)
@@ -701,7 +704,7 @@ def test_a_cache_on_the_gpu_is_stored_and_loaded() -> None:
         one_block_prompts(KEYS),
     )
     with closing(tier_of(source.cache, KEYS)) as tier:
-        tier.store(keys, source.side, (np.arange(KEYS),)).result(SECONDS)
+        tier.store(keys, source.side, (np.arange(KEYS),), FENCE).result(SECONDS)
         with tier.lookup(keys, (np.arange(KEYS),)) as lease:
             lease.load(target.side, (np.arange(KEYS),)).result(SECONDS)
         details = tier.usage().details

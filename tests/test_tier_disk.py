@@ -31,6 +31,7 @@ from tests.tier_disks import (
     store,
     tables_of,
 )
+from tests.tier_scenes import FENCE, KEPT
 
 
 @contextmanager
@@ -222,7 +223,7 @@ def test_null_blocks_are_not_stored(tmp_path: Path) -> None:
     fill(cache, tables, 4)
     tables[1][: 4 + 1] = 0
     with opened(tmp_path, cache) as tier:
-        moved = tier.store(keys_of(4), Side(cache, tables), every(cache, 4)).result(WAIT_S)
+        moved = tier.store(keys_of(4), Side(cache, tables, hold=KEPT), every(cache, 4), FENCE).result(WAIT_S)
         assert [places.tolist() for places in moved.places] == [[0, 1, 2, 3], [2, 3], [3]]
         assert [(failed.group, failed.place) for failed in moved.failed] == [("window", 0), ("window", 1)]
 
@@ -239,7 +240,7 @@ def test_other_tokens_of_an_equal_digest_are_a_miss(tmp_path: Path, proof: bytes
             tier.close()
             tier = stack.enter_context(opened(tmp_path, cache))
         assert not tier.lookup(other, every(cache, 3)).found[0].any()
-        moved = tier.store(other, Side(cache, tables_of(cache, 3)), every(cache, 3)).result(WAIT_S)
+        moved = tier.store(other, Side(cache, tables_of(cache, 3), hold=KEPT), every(cache, 3), FENCE).result(WAIT_S)
         assert {failed.reason for failed in moved.failed} == {"other tokens have its digest"}
         assert load(tier, cache, 3)[1]
 
@@ -250,7 +251,7 @@ def test_long_proofs_are_believed_after_a_restart(tmp_path: Path) -> None:
     long = dataclasses.replace(keys, proofs=(b"a" * 5000, b"b" * 5000))
     tables = tables_of(cache, 2)
     with opened(tmp_path, cache) as tier:
-        assert tier.store(long, Side(cache, tables), every(cache, 2)).result(WAIT_S).num_blocks == 2
+        assert tier.store(long, Side(cache, tables, hold=KEPT), every(cache, 2), FENCE).result(WAIT_S).num_blocks == 2
     with opened(tmp_path, cache) as tier:
         assert tier.lookup(long, every(cache, 2)).found[0].all()
         assert not tier.lookup(keys, every(cache, 2)).found[0].any()
@@ -302,9 +303,12 @@ def test_a_silent_disk_ends_jobs_and_blocks_no_lookup(tmp_path: Path, monkeypatc
         store(tier, cache, 2, 1)
         hush(tier, monkeypatch, "pwritev", silent)
         tables = tables_of(cache, 5)
-        jobs = [tier.store(keys_of(5, 2), Side(cache, tables), every(cache, 5))]
+        jobs = [tier.store(keys_of(5, 2), Side(cache, tables, hold=KEPT), every(cache, 5), FENCE)]
         with pytest.raises(TierBusy, match="waiting"):
-            jobs.extend(tier.store(keys_of(5, seed), Side(cache, tables), every(cache, 5)) for seed in range(3, 9))
+            jobs.extend(
+                tier.store(keys_of(5, seed), Side(cache, tables, hold=KEPT), every(cache, 5), FENCE)
+                for seed in range(3, 9)
+            )
         assert tier.lookup(keys_of(2, 1), every(cache, 2)).found[0].all()
         failed = jobs[0].result(WAIT_S).failed
         assert {one.reason for one in failed} == {"the disk has done nothing for 0.3 s"}
@@ -381,7 +385,7 @@ def test_no_load_waits_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         store(tier, cache, 3, 1)
         monkeypatch.setattr(direct_io, "pwritev", slow)
         tables = tables_of(cache, 9, 2)
-        stored = tier.store(keys_of(9, 2), Side(cache, tables), every(cache, 9))
+        stored = tier.store(keys_of(9, 2), Side(cache, tables, hold=KEPT), every(cache, 9), FENCE)
         assert load(tier, plain(), 3, 1)[1]
         assert not stored.done()
         go.set()
@@ -424,7 +428,7 @@ def test_the_fence_is_waited_for(tmp_path: Path) -> None:
     with opened(tmp_path, cache) as tier:
         stored = tier.store(
             keys_of(3),
-            Side(cache, tables),
+            Side(cache, tables, hold=KEPT),
             every(cache, 3),
             fence=lambda: fill(cache, tables, 3) if go.wait(5) else None,
         )
@@ -456,7 +460,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TierError, match="released"):
             lease.load(Side(cache, tables_of(cache, 2)), every(cache, 2))
     with pytest.raises(TierError, match="closed"):
-        tier.store(keys_of(2), Side(cache, tables_of(cache, 2)), every(cache, 2))
+        tier.store(keys_of(2), Side(cache, tables_of(cache, 2), hold=KEPT), every(cache, 2), FENCE)
 
 
 def test_places_may_be_few_and_in_any_order(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pdtx.kvspec import MLAAttentionSpec
 from pdtx.tiers import Side
 from tests.engine_pair import join
 from tests.tier_disks import TOKENS, WAIT_S, every, keys_of, load, open_disk, plain, store, tables_of
+from tests.tier_scenes import FENCE, KEPT
 
 LIMIT_S = 20
 
@@ -29,7 +30,7 @@ def test_files_of_other_pages_are_not_found(tmp_path: Path) -> None:
     with_codes = small.buffers[0].memory
     with_codes[:] = torch.randint(256, with_codes.shape, dtype=torch.uint8)
     disk = open_disk(tmp_path, small)
-    moved = disk.store(keys_of(2), Side(small, tables_of(small, 2)), every(small, 2)).result(WAIT_S)
+    moved = disk.store(keys_of(2), Side(small, tables_of(small, 2), hold=KEPT), every(small, 2), FENCE).result(WAIT_S)
     assert moved.num_blocks == 2
     disk.close()
     for cache, there in ((large, False), (small, True)):

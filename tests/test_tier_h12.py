@@ -14,7 +14,7 @@ from pdtx.plan.runs import Int64s
 from pdtx.tiers import CpuTier, Lease, Moved, PrefixKeys
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.shelf import Shelf
-from tests.tier_scenes import SECONDS, Contents, Target, full, ids, one_block_prompts, tier_of
+from tests.tier_scenes import FENCE, SECONDS, Contents, Target, full, ids, one_block_prompts, tier_of
 
 KEYS = 16
 
@@ -27,7 +27,7 @@ class Case:
     keys: PrefixKeys
 
     def store(self, *places: int) -> Moved:
-        return self.tier.store(self.keys, self.source.side, (ids(*places),)).result(SECONDS)
+        return self.tier.store(self.keys, self.source.side, (ids(*places),), FENCE).result(SECONDS)
 
     def lookup(self, *places: int) -> Lease:
         return self.tier.lookup(self.keys, (ids(*places),))
@@ -142,10 +142,10 @@ def test_b_a_failed_load_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["lru", "arc", "fifo", "s3fifo"])
 def test_c_an_equal_hash_of_other_tokens_is_a_miss(policy: str) -> None:
     here, constant = case(policy), one_block_prompts(KEYS, digest=lambda _: bytes(32))
-    assert here.tier.store(constant, here.source.side, (ids(3),)).result(SECONDS).num_blocks == 1
+    assert here.tier.store(constant, here.source.side, (ids(3),), FENCE).result(SECONDS).num_blocks == 1
     with here.tier.lookup(constant, (ids(*range(KEYS)),)) as lease:
         assert lease.found[0].nonzero()[0].tolist() == [3]
-    moved = here.tier.store(constant, here.source.side, (ids(2, 3, 4),)).result(SECONDS)
+    moved = here.tier.store(constant, here.source.side, (ids(2, 3, 4),), FENCE).result(SECONDS)
     assert (moved.num_blocks, moved.present) == (0, 1)
     assert [(one.place, "other tokens" in one.reason) for one in moved.failed] == [(2, True), (4, True)]
     with here.tier.lookup(constant, (ids(3),)) as lease:
@@ -232,7 +232,7 @@ class Soak:
         return self.chance.sample(range(KEYS), self.chance.randint(1, most))
 
     def store(self) -> bool:
-        future = self.case.tier.store(self.case.keys, self.case.source.side, (ids(*self.some(3)),))
+        future = self.case.tier.store(self.case.keys, self.case.source.side, (ids(*self.some(3)),), FENCE)
         if self.chance.random() < 0.5:  # others go on under what follows
             future.result(SECONDS)
         self.pending = [one for one in self.pending if not one.done()] + [future]

@@ -29,6 +29,7 @@ from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.shelved import ShelfLease
 from pdtx.transports import Placement, Region, TransferKey, make_mover
 from tests.engine_pair import OPEN, PATIENCE_S, attention, join, latent, states, wait_until
+from tests.tier_scenes import FENCE, KEPT
 
 BLOCK, TOKENS = 32, 160
 PLACES = np.arange(TOKENS // BLOCK)
@@ -114,7 +115,7 @@ def served(
     table = tables(source, 3)
     contents = fill(source, table)
     state = [PLACES[-1:]] if len(source.groups) > 2 else []
-    assert not tier.store(keys(), Side(source, table), [PLACES, PLACES, *state]).result(10).failed
+    assert not tier.store(keys(), Side(source, table, hold=KEPT), [PLACES, PLACES, *state], FENCE).result(10).failed
     with ExitStack() as stack:
         stack.callback(tier.close)
         server = Gated(tier, describe(tier.cache), make_mover(mover), lease_s=lease_s)
@@ -385,7 +386,7 @@ def test_nothing_can_be_written_and_nothing_read_beside_a_lease() -> None:
             assert "bytes" in get(0, 1, 0, 16)
         assert not region.memory.any()
         with pytest.raises(TierError, match="can be read and not written"):
-            one.peer.store(keys(), Side(here, tables(here)), asked(here))
+            one.peer.store(keys(), Side(here, tables(here), hold=KEPT), asked(here), FENCE)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from pdtx.cache import GroupAllocator, GroupBlocks, KVCaches
 from pdtx.errors import DeadlineExceeded, TierBusy, TierError
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan.runs import Int64s
-from pdtx.tiers import Failed, Fence, Moved, PrefixKeys, Side, written
+from pdtx.tiers import Failed, Fence, Moved, PrefixKeys, Side
 from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.geometry import tier_caches
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.tiers.shelf import WRITE_BACK_S
 from pdtx.tiers.shelved import ShelfLease
 from tests.engine_pair import all_free, attention, join, states, wait_until
+from tests.tier_scenes import FENCE
 
 BLOCK, TOKENS, WINDOW = 32, 140, 40
 PROMPT = list(range(TOKENS))
@@ -88,7 +89,7 @@ class Odd(CpuTier):
         keys: PrefixKeys,
         source: Side,
         places: Sequence[Int64s],
-        fence: Fence = written,
+        fence: Fence,
         *,
         patience_s: float = WRITE_BACK_S,
     ) -> "Future[Moved]":
@@ -174,7 +175,7 @@ def kept(
     for stop in stops:
         rows = torch.randint(256, contents[2].shape, dtype=torch.uint8)
         node.cache.buffers[2].write_canonical(0, torch.as_tensor(request.tables[2]), 0, rows)
-        future = prefix.keep(request, [0, 0, 0], stop)
+        future = prefix.keep(request, [0, 0, 0], stop, FENCE)
         if future is not None:
             assert not future.result(10).failed
         seen[stop] = rows
@@ -248,7 +249,7 @@ def test_blocks_are_held_until_their_store_has_ended() -> None:
     request = node.request(prefix)
     contents = node.fill(request, TOKENS)
     tier.gate.clear()
-    future = prefix.keep(request, [0, 0, 0], 128)
+    future = prefix.keep(request, [0, 0, 0], 128, FENCE)
     assert future is not None
     node.allocator.free(request.blocks)
     # Whoever takes all blocks that there are and writes them must not get those.
@@ -288,7 +289,7 @@ def test_a_tier_that_is_busy_or_closed_is_a_miss() -> None:
     tier.busy = True
     assert prefix.fetch(request, TOKENS, soon(), resume=True).num_tokens == 0
     tier.close()
-    assert prefix.keep(request, [0, 0, 0], 128) is None
+    assert prefix.keep(request, [0, 0, 0], 128, FENCE) is None
     node.allocator.free(request.blocks)
     assert all_free(node.allocator)
 
@@ -303,7 +304,7 @@ def test_the_tier_that_is_quicker_is_asked_first() -> None:
         table = torch.as_tensor(request.tables[index])
         for layer in range(node.cache.buffers[index].num_layers):
             node.cache.buffers[index].write_canonical(layer, table, 0, rows)
-    future = theirs_prefix.keep(request, [0, 0, 0], 128)
+    future = theirs_prefix.keep(request, [0, 0, 0], 128, FENCE)
     assert future is not None
     future.result(10)
     node.allocator.free(request.blocks)
@@ -348,7 +349,7 @@ def test_parts_of_blocks_and_states_between_blocks_are_not_kept() -> None:
     request = node.request(prefix)
     node.fill(request, TOKENS)
     request.tables[1][:3] = 0  # a window that has moved on
-    future = prefix.keep(request, [0, 0, 0], 100)
+    future = prefix.keep(request, [0, 0, 0], 100, FENCE)
     assert future is not None
     moved = future.result(10)
     assert [places.tolist() for places in moved.places] == [[0, 1, 2], [2], []]

@@ -16,6 +16,7 @@ from pdtx.tiers.stack import TierStack
 from pdtx.transports import make_mover
 from tests.engine_pair import OPEN
 from tests.tier_disks import TOKENS, WAIT_S, every, hybrid, keys_of, load, open_disk, store, tables_of
+from tests.tier_scenes import FENCE, KEPT
 
 BLOCKS = 3
 
@@ -49,7 +50,7 @@ def test_cache_memory_peer_disk_memory_cache(mover: str, tmp_path: Path) -> None
         disk = open_disk(tmp_path, second)
         stack.callback(disk.close)
         tables = tables_of(second, BLOCKS, 7)  # where load() has put it
-        kept = disk.store(keys_of(BLOCKS), Side(second, tables), every(second, BLOCKS)).result(WAIT_S)
+        kept = disk.store(keys_of(BLOCKS), Side(second, tables, hold=KEPT), every(second, BLOCKS), FENCE).result(WAIT_S)
         assert not kept.failed
 
     third = hybrid("flash_attn_hnd", 16, "mamba_sd")

@@ -36,6 +36,7 @@ from tests.tier_disks import (
     store,
     tables_of,
 )
+from tests.tier_scenes import FENCE, KEPT
 
 ROOT = Path(__file__).parent.parent
 BLOCK_BYTES = TOKENS * 2 * 2 * 2 * 8 * 2
@@ -157,7 +158,7 @@ def test_written_back_when_it_leaves_and_before_its_memory_is_used_again(
         before = [rank.memory.clone() for buffer in memory.cache.buffers for rank in buffer.ranks]
         tables = tables_of(cache, 3, 1)
         fill(cache, tables, 3, 1)
-        stored = stack.store(keys_of(3, 1), Side(cache, tables), every(cache, 3))
+        stored = stack.store(keys_of(3, 1), Side(cache, tables, hold=KEPT), every(cache, 3), FENCE)
         wait_until(lambda: stack.behind.under_way == 3, "blocks are on their way down")
         time.sleep(0.05)
         after = [rank.memory for buffer in memory.cache.buffers for rank in buffer.ranks]
@@ -240,7 +241,7 @@ def test_groups_of_every_kind(tmp_path: Path) -> None:
         tables = tables_of(source, 5)
         fill(source, tables, 5)
         tables[1][: 3 * TOKENS // 16] = 0
-        moved = stack.store(keys_of(5), Side(source, tables), every(source, 5)).result(WAIT_S)
+        moved = stack.store(keys_of(5), Side(source, tables, hold=KEPT), every(source, 5), FENCE).result(WAIT_S)
         assert [len(each) for each in moved.places] == [5, 2, 1]
         drain(stack)
         assert [group.used.blocks for group in stack.usages()[1].groups] == [5, 2, 1]
@@ -380,7 +381,7 @@ MOST = 3
 def store_prefix(stack: TierStack, cache: KVCaches, blocks: int, seed: int) -> None:
     tables = tables_of(cache, MOST, seed)
     fill(cache, tables, MOST, seed)
-    stack.store(keys_of(MOST, seed), Side(cache, tables), [np.arange(blocks)]).result(WAIT_S)
+    stack.store(keys_of(MOST, seed), Side(cache, tables, hold=KEPT), [np.arange(blocks)], FENCE).result(WAIT_S)
 
 
 def load_prefix(stack: TierStack, into: KVCaches, blocks: int, seed: int) -> int:

@@ -13,6 +13,7 @@ from pdtx.testing.codes import code_rows, codes_for
 from pdtx.tiers import Moved, PrefixKeys, Side, Tier, prefix_keys
 from pdtx.tiers.disk import DiskTier
 from tests.engine_pair import attention, join, states
+from tests.tier_scenes import FENCE, KEPT
 
 TOKENS = 64
 """Of a block of the tiers."""
@@ -130,7 +131,9 @@ def store(tier: Tier, cache: KVCaches, num_blocks: int, seed: int = 0) -> Moved:
     """Store a request's blocks, of which the cache holds the codes from now on."""
     tables = tables_of(cache, num_blocks, seed)
     fill(cache, tables, num_blocks, seed)
-    return tier.store(keys_of(num_blocks, seed), Side(cache, tables), every(cache, num_blocks)).result(WAIT_S)
+    return tier.store(
+        keys_of(num_blocks, seed), Side(cache, tables, hold=KEPT), every(cache, num_blocks), FENCE
+    ).result(WAIT_S)
 
 
 def load(tier: Tier, cache: KVCaches, num_blocks: int, seed: int = 0, table_seed: int = 7) -> tuple[Moved, bool]:

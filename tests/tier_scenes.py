@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pdtx.cache import KVCaches, PagedBuffer, PagedKVCache
+from pdtx.cache import KVCaches, PagedBuffer, PagedKVCache, record_fence
 from pdtx.cache.verify import Verification
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.plan.runs import Int64s
 from pdtx.testing.codes import check_codes, codes_for, fill_codes
-from pdtx.tiers import CpuTier, PrefixKeys, Side, prefix_keys, tier_caches
+from pdtx.tiers import CpuTier, Held, PrefixKeys, Side, prefix_keys, tier_caches
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.cpu import CopierFactory
 from pdtx.tiers.geometry import block_nbytes, counts_tokens
@@ -21,6 +21,9 @@ BLOCK = 16
 FINGERPRINT = b"f" * 32
 SECONDS = 20.0
 """Deadline of every wait."""
+KEPT = Held.BY_CALLER
+"""The tests' caches have no pools."""
+FENCE = record_fence(torch.device("cpu"))
 
 
 def full(
@@ -94,7 +97,7 @@ class Contents:
 
     @property
     def side(self) -> Side:
-        return Side(self.cache, (self.table,))
+        return Side(self.cache, (self.table,), hold=KEPT)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Target:
 
     @property
     def side(self) -> Side:
-        return Side(self.cache, (self.table,))
+        return Side(self.cache, (self.table,), hold=KEPT)
 
     def wrong(self, keys: Sequence[int]) -> int:
         """Elements that are not what belongs to keys, at their places."""

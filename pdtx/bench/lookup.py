@@ -8,8 +8,9 @@ import numpy as np
 
 from pdtx.bench.caches import model_caches
 from pdtx.bench.ways import DEADLINE_S
+from pdtx.cache import record_fence
 from pdtx.kvspec import FullAttentionSpec
-from pdtx.tiers import Side, prefix_keys
+from pdtx.tiers import Held, Side, prefix_keys
 from pdtx.tiers.cpu import CpuTier
 
 BLOCKS = 8_192
@@ -47,7 +48,8 @@ def measure_lookup(rounds: int, blocks: int = BLOCKS) -> Lookup:
     tier = CpuTier(memory, like=cache)
     try:
         keys = prefix_keys(tokens, _SPEC.block_size, _FINGERPRINT)
-        tier.store(keys, Side(cache, (places[0] + 1,)), places).result(DEADLINE_S)
+        side = Side(cache, (places[0] + 1,), hold=Held.BY_CALLER)
+        tier.store(keys, side, places, record_fence(cache.device)).result(DEADLINE_S)
         times, wrong = list[tuple[float, float, float]](), 0
         for _ in range(rounds + 1):
             begun = time.perf_counter()

@@ -11,7 +11,7 @@ from pdtx.cache import KVCaches, compare
 from pdtx.errors import InputError
 from pdtx.plan.runs import Int64s
 from pdtx.testing.codes import check_codes, codes_for, fill_codes
-from pdtx.tiers import PrefixKeys, Side, prefix_keys
+from pdtx.tiers import Held, PrefixKeys, Side, prefix_keys
 from pdtx.tiers.geometry import block_nbytes
 
 Tables = tuple[Int64s, ...]
@@ -99,7 +99,7 @@ class TierScene:
     @property
     def stored(self) -> Side:
         """The prompt in the source."""
-        return Side(self.source, tuple(self.table for _ in self.source.groups))
+        return Side(self.source, tuple(self.table for _ in self.source.groups), hold=Held.BY_CALLER)
 
     @property
     def loaded(self) -> Side:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdtx.bench.scene import Tables, TierScene
 from pdtx.bench.turns import Way
-from pdtx.cache import KVCaches
+from pdtx.cache import KVCaches, record_fence
 from pdtx.errors import PlanError, TierError
 from pdtx.native import Memory, library
 from pdtx.plan import Endpoint, build_plan
@@ -28,7 +28,7 @@ def nothing() -> None:
 
 def store_all(tier: Tier, scene: TierScene) -> Moved:
     """Store the prompt; return what came of it. Raises TierError where blocks were refused, naming the first."""
-    moved = tier.store(scene.keys(), scene.stored, scene.places).result(DEADLINE_S)
+    moved = tier.store(scene.keys(), scene.stored, scene.places, record_fence(scene.source.device)).result(DEADLINE_S)
     if moved.failed:
         raise TierError(f"the {tier.name} tier did not store {len(moved.failed)} blocks; the first: {moved.failed[0]}")
     return moved
@@ -73,7 +73,7 @@ class TierStore(Way):
         keys, stored, places = self._scene.keys(), self._scene.stored, self._scene.places
         self._before()
         begun = time.perf_counter()
-        moved = self._tier.store(keys, stored, places).result(DEADLINE_S)
+        moved = self._tier.store(keys, stored, places, record_fence(self._scene.source.device)).result(DEADLINE_S)
         seconds = time.perf_counter() - begun
         if moved.failed or moved.present:
             why = str(moved.failed[0]) if moved.failed else f"{moved.present} were there before"

@@ -131,7 +131,11 @@ def open_tiers(
     if options.peer is not None:
         peer = _peer_tier(options.peer, cache, runner, tokens, security, mover, mover_options, costs)
         stack.callback(peer.close)
-    return NodeTiers(PrefixCache(cache, own, fingerprint, peers=[peer] if peer is not None else []), served_at)
+    # Who reads this node's tier may want to verify it.
+    prefix = PrefixCache(
+        cache, own, fingerprint, peers=[peer] if peer is not None else [], hashed=served_at is not None
+    )
+    return NodeTiers(prefix, served_at)
 
 
 def _cpu_tier(options: TierOptions, cache: "KVCaches", block_tokens: int) -> "CpuTier":

@@ -23,6 +23,7 @@ from pdtx.engine.granting import needs_of_tables
 from pdtx.engine.handshake import make_reject, make_welcome
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.keeping import keep_request
 from pdtx.engine.landing import Landing
 from pdtx.engine.owner import ControlThread
 from pdtx.engine.receiving import PayloadReceiver
@@ -37,7 +38,6 @@ from pdtx.errors import (
     PeerLost,
     ProtocolError,
     TransferError,
-    VerificationError,
 )
 from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
@@ -46,7 +46,6 @@ from pdtx.sidechannel import Listener, Security
 from pdtx.tiers import Moved
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.transports import Mover, TransferKey
-from pdtx.units import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -189,22 +188,13 @@ class KVConsumer:
     # -- the end of a request, on the decode loop's thread ------------------------------------------------------------
 
     def verify(self, request: InboundRequest) -> Verification:
-        """Compare every element of a ready request with the producer's cache, and look for writes beside it.
+        """Compare every element of a ready request with its source, and look for writes beside it.
 
-        Raises VerificationError naming the first wrong coordinate and its true source, or what ended the request.
+        The source is the producer's cache; of blocks that came from a tier it is what was stored there, by content
+        hashes. Raises VerificationError naming the first wrong coordinate and its true source, or what ended the
+        request.
         """
-        try:
-            found = self._verifier.verify(request)
-        except VerificationError as error:
-            fetched = request.fetched
-            if not fetched.num_tokens:
-                raise
-            # The last bits of what is computed depend on how many tokens are computed at once.
-            hint = (
-                f"the first {fetched.num_tokens} tokens came from tier {', '.join(fetched.sources)}: if only last bits "
-                "differ, the prefill node has computed them in other chunks; give it tiers, too"
-            )
-            raise VerificationError(f"{error}; {hint}", error.wrong) from None
+        found = self._verifier.verify(request)
         self.control.call(self.core.note_verified, request)
         return found
 
@@ -289,17 +279,13 @@ class KVConsumer:
         """Put the whole blocks of a request that is at its end into this node's tiers, in the background.
 
         token_ids: those that the cache holds, of prompt and answer. Returns None where nothing is kept. Raises
-        TierError for tokens that have no keys.
+        TierNotReady for a request that has not all arrived, or was not verified where this node verifies; TierError for
+        tokens that are not the request's, or have no keys.
         """
-        if self.prefix is None or request.blocks is None:
+        if self.prefix is None:
             return None
-        if self.verifies:
-            # What was computed here, token by token, has other last bits than what a prefill node computes of it.
-            token_ids = token_ids[: request.num_tokens]
-        size = self.prefix.block_tokens
-        first = [ceil_div(need.positions.start, size) for need in request.needs]
-        prompt = Request(self.prefix.keys(token_ids), request.tables, request.blocks, self)
-        return self.prefix.keep(prompt, first, len(token_ids), record_fence(self.cache.device))
+        fence = record_fence(self.cache.device)
+        return keep_request(self.prefix, request, token_ids, holder=self, verifies=self.verifies, fence=fence)
 
     def _load(self, request: InboundRequest) -> None:
         """Load what the tiers have of a prompt, on a thread of its own. No failure is the end of the request."""
@@ -309,7 +295,7 @@ class KVConsumer:
         fetched: Fetched | PdtxError = Fetched()
         try:
             prompt = Request(prefix.keys(request.ask.token_ids), request.tables, blocks, self)
-            fetched = prefix.fetch(prompt, request.num_tokens, request.deadline, resume=False)
+            fetched = prefix.fetch(prompt, request.num_tokens, request.deadline, resume=False, checked=self.verifies)
         except DeadlineExceeded as error:
             fetched = error  # something may still be written into the blocks
         except Exception:

@@ -83,7 +83,8 @@ class InboundRequest(Owned):
     needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
     landing: what payloads may write, and what has arrived.
     fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
-    error: why it failed, once it has. expected: whether its block tables are the caller's.
+    verified: whether every element was found to be right. error: why it failed, once it has.
+    expected: whether its block tables are the caller's.
     """
 
     session: Session

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +17,7 @@ from pdtx.plan.runs import Int64s
 from pdtx.protocol import TierWelcome
 from pdtx.tiers import Failed, Lease, Moved, Side
 from pdtx.tiers.base import Bools
+from pdtx.tiers.contents import NO_HASH
 from pdtx.tiers.copies import compact
 from pdtx.transports import Connection, TransferHandle
 
@@ -50,9 +51,16 @@ class PeerLease(Lease):
     """Blocks of a peer's tier. See Lease. Once the peer has taken them back every load fails."""
 
     def __init__(
-        self, tier: "PeerTier", way: Way, request_id: str, places: Sequence[Int64s], found: tuple[Bools, ...]
+        self,
+        tier: "PeerTier",
+        way: Way,
+        request_id: str,
+        places: Sequence[Int64s],
+        found: tuple[Bools, ...],
+        known: Sequence[Mapping[int, bytes]],
     ) -> None:
-        self._tier, self._way, self._request_id = tier, way, request_id
+        """known: the content hashes of each group's blocks, by place."""
+        self._tier, self._way, self._request_id, self._known = tier, way, request_id, known
         self._there = tuple(each[mask] for each, mask in zip(places, found, strict=True))
         self.found = found
         self._lock, self._running, self._released, self._told = threading.Lock(), 0, False, False
@@ -76,6 +84,10 @@ class PeerLease(Lease):
         load = _Load(self, tier, self._way, self._request_id, into, places)
         load.start()
         return load.future
+
+    def contents(self, group: int, places: Int64s) -> list[bytes]:
+        """Return the content hashes that the peer has of blocks of a group, see Lease."""
+        return [self._known[group].get(place, NO_HASH) for place in places.tolist()]
 
     def loaded(self) -> None:
         """Note that a load has ended."""

@@ -44,7 +44,8 @@ from pdtx.protocol import (
     TierWelcome,
 )
 from pdtx.sidechannel import Security
-from pdtx.tiers import Fence, GroupUsage, Moved, PrefixKeys, Side, Tier, TierUsage, written
+from pdtx.tiers import HASH_BYTES, Fence, GroupUsage, Moved, PrefixKeys, Side, Tier, TierUsage
+from pdtx.tiers.contents import buffers_of
 from pdtx.tiers.geometry import block_nbytes
 from pdtx.transports import Mover, TransferHandle
 
@@ -225,16 +226,29 @@ class PeerTier(Tier):
             raise answer
         if len(answer.places) != len(places):
             raise ProtocolError(f"{self.address} found blocks of {len(answer.places)} groups, not {len(places)}")
+        known = self._known(answer)
         found = tuple(np.isin(asked, there) for asked, there in zip(places, answer.places, strict=True))
         for usage, nbytes, mask in zip(self._usage, self._block_nbytes, found, strict=True):
             missed = int((~mask).sum())
             with self._lock:
                 usage.missed.add(missed, missed * nbytes)
-        return PeerLease(self, way, request_id, places, found)
+        return PeerLease(self, way, request_id, places, found, known)
 
-    def store(
-        self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
-    ) -> "Future[Moved]":
+    def _known(self, answer: TierFound) -> tuple[dict[int, bytes], ...]:
+        """Return the content hashes of each group by place. Raises ProtocolError for those of other buffers."""
+        known = list[dict[int, bytes]]()
+        for group, (places, contents) in enumerate(zip(answer.places, answer.contents, strict=True)):
+            expected = HASH_BYTES * len(buffers_of(self.cache, group))
+            wrong = next((len(content) for content in contents if len(content) not in (0, expected)), None)
+            if wrong is not None:
+                name = self.cache.groups[group].name
+                raise ProtocolError(
+                    f"{self.address} gave a content hash of {wrong} bytes for group {name}, not {expected}"
+                )
+            known.append(dict(zip(places, contents, strict=True)))
+        return tuple(known)
+
+    def store(self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence) -> "Future[Moved]":
         """Refuse: a peer's tier is only read."""
         raise TierError(f"the tier of {self.address} can be read and not written")
 

@@ -20,6 +20,7 @@ from pdtx.errors import AuthenticationFailed, IncompatiblePeer, PdtxError, Proto
 from pdtx.plan import STATE, PlanCache
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
+    MAX_TIER_HASHES,
     PROTOCOL_VERSION,
     Bye,
     CacheDescription,
@@ -227,10 +228,10 @@ class TierServer:
             reason = str(error)[:1000]
             self._send(session.peer, Failure(request_id=ask.request_id, phase="the lookup", reason=reason))
             return
-        self._send(session.peer, TierFound(request_id=ask.request_id, places=found))
+        self._send(session.peer, found)
 
-    def _look_up(self, session: _Session, ask: TierLookup) -> list[list[int]]:
-        """Find and pin blocks; return the places that were found, for each of the peer's groups."""
+    def _look_up(self, session: _Session, ask: TierLookup) -> TierFound:
+        """Find and pin blocks; return what was found, for each of the peer's groups."""
         groups = len(session.match.consumer.groups)
         if len(ask.places) != groups:
             raise TransferRefused(f"places for {len(ask.places)} groups, of {groups}")
@@ -245,9 +246,15 @@ class TierServer:
                 asked[ours[group]] = np.unique(np.asarray(places, np.int64))
         keys = PrefixKeys(self.tier.block_tokens, tuple(ask.digests), tuple(ask.proofs))
         lease = self.tier.lookup(keys, asked)
-        counts = tuple(int(found.sum()) for found in lease.found)
+        found = [places[mask] for places, mask in zip(asked, lease.found, strict=True)]
+        hashes = [lease.contents(group, places) for group, places in enumerate(found)]
+        counts = tuple(map(len, found))
         with self._lock:
             problem = self._too_much(counts)
+            if sum(len(content) for each in hashes for content in each) > MAX_TIER_HASHES:
+                problem = (
+                    f"the content hashes of {sum(counts)} blocks are more than {MAX_TIER_HASHES} bytes; ask for less"
+                )
             if session.session_id not in self._sessions:
                 problem = "the session has ended"
             if problem is None and any(counts):
@@ -257,8 +264,12 @@ class TierServer:
             raise TransferRefused(problem)
         if not any(counts):
             lease.release()
-        found = [places[mask].tolist() for places, mask in zip(asked, lease.found, strict=True)]
-        return [found[ours[group]] if group in ours else [] for group in range(groups)]
+        theirs = [ours.get(group) for group in range(groups)]
+        return TierFound(
+            request_id=ask.request_id,
+            places=[found[group].tolist() if group is not None else [] for group in theirs],
+            contents=[hashes[group] if group is not None else [] for group in theirs],
+        )
 
     def _too_much(self, counts: Sequence[int]) -> str | None:
         """Say of which group so many blocks more would be too many to pin for peers, if so. Called under the lock."""

@@ -1,8 +1,12 @@
-"""Verification of a request: every buffer of the consumer's cache against the producer's, element by element."""
+"""Verification of a request: every buffer of the consumer's cache against its source.
+
+What the producer sent is compared with the producer's cache, element by element; what came from this node's tiers with
+the content hashes that were stored with it (loaded_blocks).
+"""
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,6 +16,7 @@ import torch
 from pdtx.cache import CallerBlocks, GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
 from pdtx.cache.verify import NOTHING_COMPARED, Kind, Meant, Mismatch, Naming
 from pdtx.engine.inbound import GroupNeed, InboundRequest, Session
+from pdtx.engine.loaded_blocks import compare_loaded, unchecked_positions
 from pdtx.errors import DeadlineExceeded, PdtxError, ProtocolError, VerificationError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
@@ -52,12 +57,16 @@ class Verifier:
     def verify(self, request: InboundRequest) -> Verification:
         """See KVConsumer.verify."""
         subjects = [self._subject(request, index) for index in range(len(self._cache.buffers))]
-        found, first = NOTHING_COMPARED, None
+        loaded = compare_loaded(self._cache, request)
+        found, first = Verification(loaded.compared, loaded.wrong, None), None
         for subject in subjects:
             result = self._compare(request, subject)
             found += result
             if first is None and result.first is not None:
                 first = subject, result.first
+        if loaded.first is not None:
+            where = f"{loaded.bad} of {loaded.checked} blocks from tier {', '.join(request.fetched.sources)}"
+            raise VerificationError(f"{where} are wrong; first: {loaded.first}", found.wrong)
         if first is not None:
             text = self._describe(request, subjects, *first)
             raise VerificationError(f"{found.wrong} of {found.compared} elements are wrong; first: {text}", found.wrong)
@@ -75,9 +84,13 @@ class Verifier:
     # -- what should be there ------------------------------------------------------------------------------------------
 
     def _compare(self, request: InboundRequest, subject: _Subject) -> Verification:
-        """Compare all of a buffer that was moved, copies on other ranks included."""
+        """Compare all of a buffer that came from the producer, and ranks' copies of all that was moved."""
         buffer, found = subject.buffer, NOTHING_COMPARED
-        for meant in self._references(request, subject):
+        positions = subject.need.positions
+        sent = unchecked_positions(request, buffer.group, positions)
+        if sent != [positions]:
+            self._require_equal_copies(subject, positions, range(buffer.num_layers))
+        for meant in self._references(request, subject, sent):
             stop = meant.start + meant.rows.shape[1]
             place = meant.layer, subject.block_ids, meant.start, stop
             mine = buffer.canonical(*place)
@@ -89,21 +102,29 @@ class Verifier:
                 itemsize=buffer.itemsize,
                 naming=subject.naming,
             )
-            differing = buffer.replicas_differ(*place) if buffer.tp_size > 1 else 0
-            if differing and found.first is None:
-                where = f"{subject.naming.where} {subject.naming.layer(meant.layer)} positions {meant.start}..{stop}"
+            if found.first is None:
+                self._require_equal_copies(subject, range(meant.start, stop), range(meant.layer, meant.layer + 1))
+        return found
+
+    def _require_equal_copies(self, subject: _Subject, positions: range, layers: range) -> None:
+        """Raise VerificationError if ranks that keep the same elements of a buffer keep different ones."""
+        buffer = subject.buffer
+        for layer in layers if buffer.tp_size > 1 else ():
+            differing = buffer.replicas_differ(layer, subject.block_ids, positions.start, positions.stop)
+            if differing:
+                span = f"positions {positions.start}..{positions.stop}"
+                where = f"{subject.naming.where} {subject.naming.layer(layer)} {span}"
                 raise VerificationError(
                     f"{where}: {differing} elements differ between ranks that keep copies", differing
                 )
-        return found
 
-    def _references(self, request: InboundRequest, subject: _Subject) -> Iterator[Meant]:
-        """Read what the producer has, a bounded piece at a time."""
-        positions = subject.need.positions
+    def _references(self, request: InboundRequest, subject: _Subject, spans: Sequence[range]) -> Iterator[Meant]:
+        """Read what the producer has at some positions, a bounded piece at a time."""
         step = max(1, _REFERENCE_BYTES // subject.buffer.bytes_per_position)
         for layer in range(subject.buffer.num_layers):
-            for start in range(positions.start, positions.stop, step):
-                yield self._read_reference(request, subject, layer, range(start, min(start + step, positions.stop)))
+            for span in spans:
+                for start in range(span.start, span.stop, step):
+                    yield self._read_reference(request, subject, layer, range(start, min(start + step, span.stop)))
 
     def _read_reference(self, request: InboundRequest, subject: _Subject, layer: int, positions: range) -> Meant:
         ask = ReadReference(
@@ -134,7 +155,9 @@ class Verifier:
     ) -> str:
         """Name a wrong element and look for its true source, in its own buffer first."""
         others = [other for other in subjects if other is not subject]
-        reference = (meant for each in (subject, *others) for meant in self._references(request, each))
+        reference = (
+            meant for each in (subject, *others) for meant in self._references(request, each, [each.need.positions])
+        )
         return describe_mismatch(mismatch, reference, subject.block_of, subject.buffer.itemsize)
 
     # -- what should not be there --------------------------------------------------------------------------------------

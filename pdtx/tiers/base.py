@@ -15,18 +15,35 @@ import numpy as np
 import numpy.typing as npt
 
 from pdtx.cache import KVCaches
+from pdtx.errors import TierError
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.counters import TierUsage
+from pdtx.tiers.holds import Held, Hold
 from pdtx.tiers.keys import PrefixKeys
 
 Bools = npt.NDArray[np.bool_]
 
 Fence = Callable[[], None]
-"""Returns once the device has written all that is to be stored."""
+"""Returns once the device has written all that is to be stored, see record_fence()."""
+
+ContentHashes = Callable[[int, Int64s], list[bytes]]
+"""Returns the content hashes of blocks of a group, for places of the prompt; b"" where one is not known."""
+
+_UNFENCED = (
+    "a store without a fence copies nothing, for the device may still be writing the blocks; "
+    "give record_fence() of their cache, taken after the last write"
+)
 
 
-def written() -> None:
-    """Return at once: the fence of what lies there already."""
+def unfenced() -> None:
+    """Stand for the fence that a caller does not have: a store that is given it is refused. Raises TierError."""
+    raise TierError(_UNFENCED)
+
+
+def check_fence(fence: Fence) -> None:
+    """Raise TierError for unfenced."""
+    if fence is unfenced:
+        raise TierError(_UNFENCED)
 
 
 @dataclass(frozen=True)
@@ -36,11 +53,16 @@ class Side:
     Tier block i of a group lies in the table's places i * k .. (i + 1) * k, where k blocks of the cache make one of the
     tier; of a group of states it is the state in place 0. Null blocks are never touched.
     of_tier: the cache is another tier's, whose tables have one block for each place, of states too.
+    hold: of a source, what keeps its blocks from reuse until they are copied. contents: of a source, the content hashes
+    that are stored with the blocks; asked for once the fence has returned. Of a block without one nothing can be
+    verified when it is loaded.
     """
 
     cache: KVCaches
     tables: tuple[Int64s, ...]
     of_tier: bool = False
+    hold: Hold | Held | None = None
+    contents: ContentHashes | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +117,13 @@ class Lease(ABC):
         the tier has too much to do already.
         """
 
+    def contents(self, group: int, places: Int64s) -> list[bytes]:
+        """Return the content hashes of found blocks of a group, see pdtx.tiers.contents; b"" where none is known.
+
+        To be asked before release(). Raises TierError for places that were not found.
+        """
+        return [b""] * len(places)
+
     @abstractmethod
     def release(self) -> None:
         """Let the blocks be evicted, once loads of this lease have ended. Idempotent."""
@@ -123,14 +152,13 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def store(
-        self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
-    ) -> "Future[Moved]":
+    def store(self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence) -> "Future[Moved]":
         """Take copies of blocks, in the background, once fence() has returned; those that are here count as present.
 
-        The source must stay as it is until the result is there. A block for which there is no room fails, and so does
-        one of which a part is a null block. Raises TierBusy where the tier has too much to do already, TierError as
-        lookup() does.
+        fence: of what writes the blocks; unfenced is refused. source: its hold is taken here, until the last byte is
+        copied, so that nobody else gets the blocks meanwhile. A block for which there is no room fails, and so does one
+        of which a part is a null block. Raises TierBusy where the tier has too much to do already; TierError as
+        lookup() does, and without a fence or a hold; StaleBlocks for blocks that have been freed.
         """
 
     @abstractmethod

@@ -9,10 +9,12 @@ import numpy as np
 from pdtx.cache import KVCaches
 from pdtx.cache.shared import shared_file
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Bools, Fence, Moved, Side, written
+from pdtx.tiers.base import Bools, Fence, Moved, Side
+from pdtx.tiers.contents import known_contents
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.geometry import block_nbytes, capacities, counts_tokens
+from pdtx.tiers.holds import Held
 from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.memory import PinnedMemory, numa_nodes
 from pdtx.tiers.outcome import Outcome
@@ -87,7 +89,10 @@ class CpuTier(ShelvedTier):
             nothing = np.zeros(0, np.int64)
             tables = tuple(evicted.blocks if number == group else nothing for number in range(len(self._shelves)))
             places = tuple(np.arange(len(table), dtype=np.int64) for table in tables)
-            return self.keep_elsewhere(keys, Side(self.cache, tables, of_tier=True), places)
+            hashes = tuple(evicted.contents if number == group else () for number in range(len(self._shelves)))
+            known = known_contents(places, hashes)
+            side = Side(self.cache, tables, of_tier=True, hold=Held.BY_CALLER, contents=known)
+            return self.keep_elsewhere(keys, side, places)
 
         return leaving  # type: ignore[return-value]  # a Future of anything
 
@@ -108,7 +113,7 @@ class CpuTier(ShelvedTier):
         keys: PrefixKeys,
         source: Side,
         places: Sequence[Int64s],
-        fence: Fence = written,
+        fence: Fence,
         *,
         patience_s: float = WRITE_BACK_S,
     ) -> "Future[Moved]":

@@ -15,10 +15,11 @@ import numpy as np
 from pdtx.cache import KVCaches
 from pdtx.errors import TierError
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Bools, Failed, Fence, Moved, Side, written
+from pdtx.tiers.base import Bools, Failed, Fence, Moved, Side
 from pdtx.tiers.block_flow import BlockFlow
 from pdtx.tiers.block_job import Block, Failures
 from pdtx.tiers.checksum import CHECKSUM_BYTES
+from pdtx.tiers.contents import NO_HASH
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.direct_io import takes_direct_io
 from pdtx.tiers.disk_start import own_folder, take_in
@@ -162,16 +163,16 @@ class DiskTier(ShelvedTier):
         """Return what is to be moved, with the headers of the files."""
         name, layouts = self.group_name(wanted.group), self._layouts[wanted.group]
         nbytes, keys, found = self._nbytes[wanted.group], wanted.keys, list[Block]()
-        for place, row in zip(wanted.places.tolist(), wanted.rows, strict=True):
-            header = Header(keys.digests[place], short_proof(keys.proofs[place]), name, layouts, nbytes, _NO_CHECKSUM)
+        contents = wanted.contents or (NO_HASH,) * len(wanted.places)  # of a load, which does not ask for them
+        for place, row, content in zip(wanted.places.tolist(), wanted.rows, contents, strict=True):
+            proof = short_proof(keys.proofs[place])
+            header = Header(keys.digests[place], proof, name, layouts, nbytes, _NO_CHECKSUM, content)
             found.append(Block(place, header, row))
         return found
 
     # -- storing ----------------------------------------------------------------------------------------------------
 
-    def store(
-        self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
-    ) -> "Future[Moved]":
+    def store(self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence) -> "Future[Moved]":
         """Write copies of blocks, see Tier."""
         return self._store(keys, source, places, fence, stored=self._drop_spares)
 

@@ -122,4 +122,7 @@ def _fill(shelf: Shelf, files: Sequence[Found]) -> None:
         file.path.unlink(missing_ok=True)
     headers = [file.header for file in files[first:]]
     blocks = np.arange(1, len(headers) + 1, dtype=np.int64)
-    shelf.adopt([header.digest for header in headers], [header.proof for header in headers], blocks)
+    digests, proofs, contents = (
+        [getattr(header, name) for header in headers] for name in ("digest", "proof", "content")
+    )
+    shelf.adopt(digests, proofs, blocks, contents)

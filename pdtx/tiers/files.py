@@ -32,10 +32,16 @@ from pdtx.tiers.checksum import CHECKSUM_BYTES, checksum
 from pdtx.tiers.direct_io import SECTOR, aligned, create, open_to_read, open_to_write, read_all, write_all
 from pdtx.units import round_up
 
-MAGIC, VERSION = b"pdtx-blk", 1
+MAGIC, VERSION = b"pdtx-blk", 2
+_READ_VERSIONS = (1, VERSION)
+"""1 had no content hash."""
+
 _PREFIX = struct.Struct("<8sHHxxxxQ")
 _MOST_BODY = SECTOR - _PREFIX.size
 MOST_PROOF_BYTES = 1024
+MOST_CONTENT_BYTES = 1024
+"""Of 64 buffers."""
+
 SUFFIX, TEMPORARY = ".kv", ".part"
 
 _Bytes32 = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
@@ -43,7 +49,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a file says that it holds. nbytes: of the payload."""
+    """What a file says that it holds. nbytes: of the payload. content: its content hash, empty where it has none."""
 
     digest: _Bytes32
     proof: Annotated[bytes, msgspec.Meta(max_length=MOST_PROOF_BYTES)]
@@ -51,6 +57,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     layouts: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=64)]
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
     checksum: Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+    content: Annotated[bytes, msgspec.Meta(max_length=MOST_CONTENT_BYTES)] = b""
 
     def to_bytes(self) -> bytes:
         """Return the header without the zeros behind it. Raises TierError where it does not fit a sector."""
@@ -69,7 +76,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         magic, version, length, check = _PREFIX.unpack_from(sector)
         if magic != MAGIC:
             raise TierError("no block of a tier: the first 8 bytes are others")
-        if version != VERSION:
+        if version not in _READ_VERSIONS:
             raise TierError(f"a block of version {version}, not {VERSION}")
         body = sector[_PREFIX.size : _PREFIX.size + length]
         if len(body) < length or xxhash.xxh3_64_intdigest(body) != check:
@@ -197,8 +204,9 @@ class BlockFolder:
     def read(self, wanted: Header, frame: Frame, *, direct: bool) -> None:
         """Fill a frame with a block's payload, which is then known to be what was written.
 
-        wanted: what the header must say, but for the checksum. Raises OSError for a file that cannot be read, and
-        TierError for one that is cut, of another block or changed; the frame may have been written to all the same.
+        wanted: what the header must say, but for the checksum and the content hash. Raises OSError for a file that
+        cannot be read, and TierError for one that is cut, of another block or changed; the frame may have been written
+        to all the same.
         """
         fd = open_to_read(self._name(wanted.group, wanted.digest), direct=direct and self.direct)
         try:
@@ -206,7 +214,7 @@ class BlockFolder:
         finally:
             os.close(fd)
         header = Header.from_bytes(frame.header)
-        said = msgspec.structs.replace(header, checksum=wanted.checksum)
+        said = msgspec.structs.replace(header, checksum=wanted.checksum, content=wanted.content)
         if said != wanted:
             fields = [name for name in Header.__struct_fields__ if getattr(said, name) != getattr(wanted, name)]
             raise TierError(f"the file is of another block: its {', '.join(fields)} differ")

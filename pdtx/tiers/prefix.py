@@ -4,9 +4,8 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -14,26 +13,19 @@ from pdtx.cache import GroupBlocks, KVCaches
 from pdtx.errors import DeadlineExceeded, PdtxError, StaleBlocks, TierError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Bools, Failed, Fence, Lease, Moved, Side, Tier, written
+from pdtx.tiers.base import Bools, Failed, Fence, Lease, Moved, Side, Tier, check_fence
+from pdtx.tiers.contents import NO_HASH, hash_contents
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.hits import held_places, held_tokens, resume_places, usable_tokens
+from pdtx.tiers.holds import Hold, Holder
 from pdtx.tiers.keys import PrefixKeys, prefix_keys
 from pdtx.tiers.stack import TierStack
 
 logger = logging.getLogger(__name__)
 
+_NOWHERE: Int64s = np.zeros(0, np.int64)
 _ROUNDS = 4
 """How often what failed to load is made up for: by another tier, or a shorter prefix. After that nothing is cached."""
-
-
-class Holder(Protocol):
-    """Who keeps a request's blocks out of the pool while somebody reads or writes them."""
-
-    def hold(self, blocks: GroupBlocks) -> None:
-        """Keep blocks out of the pool, even when freed, until unhold. Raises StaleBlocks if they are not in use."""
-
-    def unhold(self, blocks: GroupBlocks) -> None:
-        """End one hold on each of blocks."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,8 @@ class Fetched:
     """What a fetch came to: the first num_tokens tokens need not be computed, or not be sent.
 
     places: for each group the blocks that were loaded. sources: the tiers that gave some. failed: what was found and
-    could not be loaded. seconds: of the whole fetch.
+    could not be loaded. seconds: of the whole fetch. block_tokens: of the tiers. contents: for each group, for each of
+    its places, the content hash that was stored with the block, b"" where there is none.
     """
 
     num_tokens: int = 0
@@ -60,6 +53,8 @@ class Fetched:
     nbytes: int = 0
     seconds: float = 0.0
     failed: tuple[Failed, ...] = ()
+    block_tokens: int = 0
+    contents: tuple[tuple[bytes, ...], ...] = ()
 
     def first_place(self, group: int, block_tokens: int) -> int:
         """Return the first block of a group that lies in the cache, in whole, if all after num_tokens is computed."""
@@ -79,13 +74,15 @@ class _Found:
 
 @dataclass
 class _Work:
-    """A fetch under way. asked, loaded: for each group, by place."""
+    """A fetch under way. loaded, contents: for each group, by place. checked: see PrefixCache.fetch()."""
 
     request: Request
     num_tokens: int
     deadline: float
     resume: bool
     loaded: tuple[Bools, ...]
+    contents: tuple[list[bytes], ...]
+    checked: bool = False
     begun: float = field(default_factory=time.monotonic)
     found: list[_Found] = field(default_factory=list)
     sources: dict[str, None] = field(default_factory=dict)
@@ -97,12 +94,22 @@ class PrefixCache:
     """Fetches and keeps what requests of one cache have in common. Safe to use from several threads.
 
     tier: what is kept goes there. peers: tiers that can only be read, for what the first lacks or has at a higher cost.
-    fingerprint: of model and cache, see fingerprint_of.
+    fingerprint: of model and cache, see fingerprint_of. hashed: whether keep() stores content hashes by default, which
+    costs one more pass over what is kept, in the background: for a node that computes what it keeps, and serves it.
     Raises TierError for tiers whose blocks are not whole blocks of the cache, or of different sizes.
     """
 
-    def __init__(self, cache: KVCaches, tier: Tier | None, fingerprint: bytes, *, peers: Sequence[Tier] = ()) -> None:
+    def __init__(
+        self,
+        cache: KVCaches,
+        tier: Tier | None,
+        fingerprint: bytes,
+        *,
+        peers: Sequence[Tier] = (),
+        hashed: bool = False,
+    ) -> None:
         self.cache, self.tier, self.peers, self.fingerprint = cache, tier, tuple(peers), fingerprint
+        self.hashed = hashed
         self._tiers = (*([tier] if tier is not None else []), *self.peers)
         if not self._tiers:
             raise TierError("a prefix cache needs a tier, or a peer's")
@@ -142,11 +149,14 @@ class PrefixCache:
 
     # -- fetching -----------------------------------------------------------------------------------------------------
 
-    def fetch(self, request: Request, num_tokens: int, deadline: float, *, resume: bool) -> Fetched:
+    def fetch(
+        self, request: Request, num_tokens: int, deadline: float, *, resume: bool, checked: bool = False
+    ) -> Fetched:
         """Load as much of the beginning of a prompt of num_tokens into a request's blocks as the tiers have of it.
 
         resume: whether tokens are to be computed after it, which takes the states; else it is for a decoder, who gets
         those from elsewhere. deadline: in time.monotonic(). What cannot be loaded is a miss, and so is all behind it.
+        checked: whether what is loaded will be verified: blocks without a content hash are misses then, too.
         Raises DeadlineExceeded; the blocks are held until this and what is still under way have ended.
         """
         try:
@@ -154,13 +164,14 @@ class PrefixCache:
         except StaleBlocks:  # it has ended meanwhile, and they may be another's
             return Fetched()
         try:
-            return self._fetch(request, num_tokens, deadline, resume=resume)
+            return self._fetch(request, num_tokens, deadline, resume=resume, checked=checked)
         finally:
             request.holder.unhold(request.blocks)
 
-    def _fetch(self, request: Request, num_tokens: int, deadline: float, *, resume: bool) -> Fetched:
-        blocks = len(request.keys)
-        work = _Work(request, num_tokens, deadline, resume, tuple(np.zeros(blocks, bool) for _ in self.cache.groups))
+    def _fetch(self, request: Request, num_tokens: int, deadline: float, *, resume: bool, checked: bool) -> Fetched:
+        blocks, groups = len(request.keys), self.cache.groups
+        loaded, contents = tuple(np.zeros(blocks, bool) for _ in groups), tuple([NO_HASH] * blocks for _ in groups)
+        work = _Work(request, num_tokens, deadline, resume, loaded, contents, checked)
         if not blocks or not self._usable:
             return self._result(work, 0)
         try:
@@ -179,7 +190,11 @@ class PrefixCache:
         self._clear(work, places)
         seconds = time.monotonic() - work.begun
         sources = tuple(work.sources) if num_tokens else ()
-        return Fetched(num_tokens, places, sources, work.nbytes, seconds, tuple(work.failed))
+        contents = tuple(
+            tuple(known[place] for place in each.tolist()) for known, each in zip(work.contents, places, strict=True)
+        )
+        failed = tuple(work.failed)
+        return Fetched(num_tokens, places, sources, work.nbytes, seconds, failed, self.block_tokens, contents)
 
     def _clear(self, work: _Work, places: Sequence[Int64s]) -> None:
         """Leave nothing in blocks that were loaded in vain: verification looks for what lies beside a request."""
@@ -224,8 +239,26 @@ class PrefixCache:
             for mask, places, found in zip(masks, asked, lease.found, strict=True):
                 mask[places] = found
             work.found.append(_Found(tier, lease, masks))
+            if work.checked:
+                self._leave_unhashed(work.found[-1])
             if self._reached(work) >= most:
                 return
+
+    def _leave_unhashed(self, found: _Found) -> None:
+        """Count blocks as missing with which no content hash was stored: nothing could tell whether they are right."""
+        left = 0
+        for group, mask in enumerate(found.masks):
+            places = np.flatnonzero(mask) if self.cache.groups[group].kind not in ("state", "cross") else _NOWHERE
+            bare = [not content for content in found.lease.contents(group, places)]
+            mask[places[bare]] = False
+            left += sum(bare)
+        if left:
+            logger.warning(
+                "%d blocks of tier %s have no content hash to verify them with, and count as misses: they were stored "
+                "unverified, or by an older version",
+                left,
+                found.tier.name,
+            )
 
     def _by_cost(self, num_tokens: int) -> list[Tier]:
         if len(self._tiers) == 1:
@@ -280,9 +313,11 @@ class PrefixCache:
         except Exception as error:  # noqa: BLE001 - whatever a tier's trouble is, the request can do without it
             self._forget(found, part, error)
             return True
-        for loaded, mask, places, asked in zip(work.loaded, found.masks, moved.places, part, strict=True):
-            loaded[places] = True
-            mask[np.setdiff1d(asked, places)] = False
+        for group, (places, asked) in enumerate(zip(moved.places, part, strict=True)):
+            work.loaded[group][places] = True
+            found.masks[group][np.setdiff1d(asked, places)] = False
+            for place, content in zip(places.tolist(), found.lease.contents(group, places), strict=True):
+                work.contents[group][place] = content
         work.nbytes += moved.nbytes
         work.failed += moved.failed
         if moved.num_blocks:
@@ -299,51 +334,62 @@ class PrefixCache:
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def keep(
-        self, request: Request, first_places: Sequence[int], num_tokens: int, fence: Fence = written
+        self,
+        request: Request,
+        first_places: Sequence[int],
+        num_tokens: int,
+        fence: Fence,
+        *,
+        states: bool = True,
+        hashed: bool | None = None,
     ) -> "Future[Moved] | None":
         """Store the whole blocks of a request's first num_tokens, which are computed, in the background.
 
         first_places: for each group the first block that all lies in the cache; parts with null blocks are left out. A
-        state is stored if it is the one at the end of a block. The request's blocks are held until that is done.
-        Returns None if there is nothing to store, or the tier refused.
+        state is stored if it is the one at the end of a block, and states says that it is still the one after
+        num_tokens. hashed: whether content hashes are stored with the blocks, which says that they are as the producer
+        made them; by default self.hashed. The tier holds the request's blocks until that is done. Returns None if there
+        is nothing to store, or the tier refused. Raises TierError without a fence.
         """
-        places = self._kept(request, first_places, num_tokens)
+        check_fence(fence)
+        places = self._kept(request, first_places, num_tokens, states=states)
         if self.tier is None or not self._usable or not any(map(len, places)):
             return None
+        hold = Hold(request.blocks, request.holder)
+        side = Side(self.cache, request.tables, hold=hold)
+        if self.hashed if hashed is None else hashed:
+            side = replace(side, contents=partial(hash_contents, side, self.block_tokens))
         try:
-            request.holder.hold(request.blocks)
+            future = self.tier.store(request.keys, side, places, fence)
         except StaleBlocks:  # it has ended meanwhile
             return None
-        try:
-            future = self.tier.store(request.keys, Side(self.cache, request.tables), places, fence)
-        except BaseException as error:
-            request.holder.unhold(request.blocks)
-            if not isinstance(error, PdtxError):
-                raise
+        except PdtxError as error:
             logger.warning("%d blocks are not kept in tier %s: %s", sum(map(len, places)), self.tier.name, error)
             return None
         self._storing.add(future)
-        future.add_done_callback(partial(self._stored, request))
+        future.add_done_callback(self._stored)
         return future
 
     def settle(self, seconds: float) -> None:
         """Wait until the tiers have taken what keep() has given them, so long at most."""
         wait(tuple(self._storing), seconds)
 
-    def _stored(self, request: Request, future: "Future[Moved]") -> None:
+    def _stored(self, future: "Future[Moved]") -> None:
         self._storing.discard(future)
-        request.holder.unhold(request.blocks)
         error = None if future.cancelled() else future.exception()
         if error is not None:
             logger.warning("blocks are not kept: %s", error)
 
-    def _kept(self, request: Request, first_places: Sequence[int], num_tokens: int) -> tuple[Int64s, ...]:
+    def _kept(
+        self, request: Request, first_places: Sequence[int], num_tokens: int, *, states: bool
+    ) -> tuple[Int64s, ...]:
         blocks, rest = divmod(num_tokens, self.block_tokens)
         blocks = min(blocks, len(request.keys))
         found = list[Int64s]()
         for group, first, table in zip(self.cache.groups, first_places, request.tables, strict=True):
             if group.kind == "state":
-                found.append(np.arange(0 if rest else max(0, blocks - 1), 0 if rest else blocks))
+                whole = states and not rest
+                found.append(np.arange(max(0, blocks - 1), blocks) if whole else _NOWHERE)
                 continue
             size = self.block_tokens // group.block_size if group.kind != "cross" else 0
             rows = table[min(first, blocks) * size : blocks * size].reshape(-1, max(1, size))

@@ -29,11 +29,15 @@ _FREE, _WRITING, _READY, _LEAVING = range(4)
 
 @dataclass(frozen=True)
 class Evicted:
-    """Entries that are leaving: their blocks hold them still, until the hook's Future is done."""
+    """Entries that are leaving: their blocks hold them still, until the hook's Future is done.
+
+    contents: their content hashes, b"" where there is none.
+    """
 
     digests: tuple[bytes, ...]
     proofs: tuple[bytes, ...]
     blocks: Int64s
+    contents: tuple[bytes, ...]
 
 
 Evict = Callable[[Evicted], "Future[object] | None"]
@@ -74,7 +78,7 @@ class Shelf:
         self.name, self.num_blocks, self.block_nbytes, self.on_evict = name, num_blocks, block_nbytes, on_evict
         self._policy = make_policy(policy, num_blocks)
         self._index = dict[bytes, int]()
-        self._digests, self._proofs = [b""] * (num_blocks + 1), [b""] * (num_blocks + 1)
+        self._digests, self._proofs, self._contents = ([b""] * (num_blocks + 1) for _ in range(3))
         self._state, self._pins = np.zeros(num_blocks + 1, np.int8), np.zeros(num_blocks + 1, np.int64)
         self._free = list(range(num_blocks, 0, -1))
         self._usage = GroupUsage(name)
@@ -100,6 +104,26 @@ class Shelf:
                 self._policy.touch([self._digests[block] for block in found.tolist()])
                 self._count(self._usage.missed, len(blocks) - len(found))
         return blocks
+
+    def contents(self, blocks: Int64s) -> list[bytes]:
+        """Return the content hashes of entries that are pinned, by their blocks; b"" where there is none."""
+        with self._lock:
+            return [self._contents[block] for block in blocks.tolist()]
+
+    def unhashed(self, digests: Sequence[bytes]) -> Bools:
+        """Return which keys have no entry, or one without a content hash; bool, shape (n,)."""
+        with self._lock:
+            return np.array([not self._contents[self._index.get(digest, 0)] for digest in digests], bool)
+
+    def forget_unhashed(self, digests: Sequence[bytes], proofs: Sequence[bytes]) -> None:
+        """Drop ready entries of keys that have no content hash, so that they can be stored again with one."""
+        with self._lock:
+            blocks = [self._index.get(digest, 0) for digest in digests]
+            same = [
+                block for block, proof in zip(blocks, proofs, strict=True) if block and self._proofs[block] == proof
+            ]
+            bare = [block for block in same if not self._contents[block]]
+        self.forget(np.array(bare, np.int64))
 
     def pin(self, blocks: Int64s) -> None:
         """Pin blocks once more that are pinned already."""
@@ -150,6 +174,7 @@ class Shelf:
             place = new[key]
             blocks[place] = self._index[key] = block
             self._digests[block], self._proofs[block], self._state[block] = key, proofs[place], _WRITING
+            self._contents[block] = b""
         for key in keys[len(given) :]:
             full[new[key]] = True
         self._count(self._usage.refused, int(full.sum() + clash.sum()))
@@ -161,9 +186,10 @@ class Shelf:
 
     def _take_out(self, victims: Sequence[bytes]) -> Evicted:
         blocks = np.fromiter((self._index.pop(victim) for victim in victims), np.int64, len(victims))
-        proofs = tuple(self._proofs[block] for block in blocks.tolist())
+        ids = blocks.tolist()
+        proofs, contents = (tuple(kept[block] for block in ids) for kept in (self._proofs, self._contents))
         self._count(self._usage.evicted, len(victims))
-        return Evicted(tuple(victims), proofs, blocks)
+        return Evicted(tuple(victims), proofs, blocks, contents)
 
     def _await_hook(self, hook: Evict, evicted: Evicted, reservation: Reservation, seconds: float) -> Reservation:
         """Let what is leaving be kept elsewhere; what takes too long leaves its block for later."""
@@ -185,10 +211,12 @@ class Shelf:
         future.add_done_callback(lambda _: self.unpin(evicted.blocks))
         return replace(reservation, blocks=np.where(late, 0, reservation.blocks), full=reservation.full | late)
 
-    def commit(self, blocks: Int64s) -> None:
-        """Let entries be found whose blocks are written now."""
+    def commit(self, blocks: Int64s, contents: Sequence[bytes] | None = None) -> None:
+        """Let entries be found whose blocks are written now. contents: their content hashes, where there are any."""
         with self._lock:
             self._check_writing(blocks)
+            for block, content in zip(blocks.tolist(), contents or [b""] * len(blocks), strict=True):
+                self._contents[block] = content
             self._state[blocks] = _READY
             self._count(self._usage.stored, len(blocks))
 
@@ -204,7 +232,13 @@ class Shelf:
         if (self._state[blocks] != _WRITING).any():
             raise TierError(f"group {self.name}: a block was committed or cancelled that is not being written")
 
-    def adopt(self, digests: Sequence[bytes], proofs: Sequence[bytes], blocks: Int64s) -> None:
+    def adopt(
+        self,
+        digests: Sequence[bytes],
+        proofs: Sequence[bytes],
+        blocks: Int64s,
+        contents: Sequence[bytes] | None = None,
+    ) -> None:
         """Take in entries that lie in free blocks already, as after a restart. Raises TierError for blocks in use."""
         with self._lock:
             if len(np.unique(blocks)) < len(blocks) or len(set(digests) | self._index.keys()) < len(digests) + len(
@@ -213,8 +247,9 @@ class Shelf:
                 raise TierError(f"group {self.name}: entries to be taken in have equal blocks or digests")
             if len(blocks) and (blocks.min() < 1 or blocks.max() > self.num_blocks or self._state[blocks].any()):
                 raise TierError(f"group {self.name}: entries to be taken in lie in blocks that are not free")
-            for digest, proof, block in zip(digests, proofs, blocks.tolist(), strict=True):
-                self._index[digest] = block
+            known = contents or [b""] * len(digests)
+            for digest, proof, block, content in zip(digests, proofs, blocks.tolist(), known, strict=True):
+                self._index[digest], self._contents[block] = block, content
                 self._digests[block], self._proofs[block], self._state[block] = digest, proof, _READY
             taken = set(blocks.tolist())
             self._free = [block for block in self._free if block not in taken]
@@ -243,7 +278,7 @@ class Shelf:
     def _release(self, blocks: Int64s) -> None:
         self._state[blocks] = _FREE
         for block in blocks.tolist():
-            self._digests[block] = self._proofs[block] = b""
+            self._digests[block] = self._proofs[block] = self._contents[block] = b""
             self._free.append(block)
 
     # -- counting ---------------------------------------------------------------------------------------------------
@@ -265,8 +300,9 @@ class Shelf:
         """Return what is ready, in no order, as digests, proofs and blocks."""
         with self._lock:
             blocks = np.flatnonzero(self._state == _READY).astype(np.int64)
-            ids = blocks.tolist()
-            return Evicted(tuple(self._digests[b] for b in ids), tuple(self._proofs[b] for b in ids), blocks)
+            kept = self._digests, self._proofs, self._contents
+            digests, proofs, contents = (tuple(each[block] for block in blocks.tolist()) for each in kept)
+            return Evicted(digests, proofs, blocks, contents)
 
     def usage(self) -> GroupUsage:
         """Return a copy of the counters as they are now."""

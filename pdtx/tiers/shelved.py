@@ -12,8 +12,10 @@ import numpy as np
 
 from pdtx.errors import TierError
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Bools, Fence, Lease, Moved, Side, Tier
+from pdtx.tiers.base import Bools, Fence, Lease, Moved, Side, Tier, check_fence
+from pdtx.tiers.contents import NO_HASH
 from pdtx.tiers.copies import compact
+from pdtx.tiers.holds import take_hold
 from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.outcome import Outcome, named, rows_of, sum_up
 from pdtx.tiers.rates import Rate
@@ -26,6 +28,7 @@ class Wanted:
     """One group's blocks that are to be moved.
 
     places: in the prompt. rows: the other side's blocks of each place, shape (places, k). held: the tier's own.
+    contents: of a store, the content hash of each place, b"" where it has none.
     """
 
     group: int
@@ -33,6 +36,7 @@ class Wanted:
     places: Int64s
     rows: Int64s
     held: Int64s
+    contents: tuple[bytes, ...] = ()
 
 
 class ShelvedTier(Tier):
@@ -116,21 +120,32 @@ class ShelvedTier(Tier):
         stored: Callable[[], None] = lambda: None,
     ) -> "Future[Moved]":
         """Store blocks, see Tier. patience_s: see Shelf.reserve. stored: called at the end of the job."""
+        check_fence(fence)
         asked = self._check(keys, places)
         self._get_ready(source)
         tables = self._compact(source, asked)
+        let_go = take_hold(source.hold, source.tables, [shelf.name for shelf in self._shelves])
 
         def job(waited: float) -> Moved:
             begun = time.monotonic()
-            fence()
-            done = [
-                self._store_group(group, keys, source, each, *tables[group], patience_s)
-                for group, each in enumerate(asked)
-            ]
+            try:
+                fence()
+                done = [
+                    self._store_group(group, keys, source, each, *tables[group], patience_s)
+                    for group, each in enumerate(asked)
+                ]
+            finally:
+                let_go()  # before the result is there, so that whoever sees it sees this too
             stored()
             return sum_up(done, time.monotonic() - begun, waited)
 
-        return self._storing.submit(job, self._bytes_of(asked))
+        try:
+            future = self._storing.submit(job, self._bytes_of(asked))
+        except TierError:
+            let_go()
+            raise
+        future.add_done_callback(lambda _: let_go())  # where it was refused or cancelled
+        return future
 
     def _get_ready(self, side: Side) -> None:
         """Raise what makes it impossible to move blocks to or from a side; by default that is found out later."""
@@ -149,19 +164,45 @@ class ShelvedTier(Tier):
         done = Outcome(shelf.name)
         done.fail(places[~whole], "a part of it is the null block, or beyond the table")
         places, rows = places[whole], rows[whole]
-        given = shelf.reserve(*self._named(keys, places), seconds=patience_s)
+        names = self._named(keys, places)
+        hashes = self._hashes(shelf, group, source, places, *names)
+        given = shelf.reserve(*names, seconds=patience_s)
         done.present = int(given.present.sum())
         done.fail(places[given.full], "the tier is full of blocks that are pinned or being written")
         done.fail(places[given.clash], "other tokens have its digest")
         taken = given.blocks > 0
-        wanted = Wanted(group, keys, places[taken], rows[taken], given.blocks[taken])
+        contents = tuple(each for each, use in zip(hashes, taken.tolist(), strict=True) if use)
+        wanted = Wanted(group, keys, places[taken], rows[taken], given.blocks[taken], contents)
         moved = np.zeros(len(wanted.held), bool)
         try:
             moved = self._move_in(source, wanted, done)
         finally:
             shelf.cancel(wanted.held[~moved])
-        shelf.commit(wanted.held[moved])
+        shelf.commit(wanted.held[moved], [each for each, use in zip(contents, moved.tolist(), strict=True) if use])
         return done
+
+    def _hashes(
+        self,
+        shelf: Shelf,
+        group: int,
+        source: Side,
+        places: Int64s,
+        digests: Sequence[bytes],
+        proofs: Sequence[bytes],
+    ) -> list[bytes]:
+        """Return content hashes of a store's blocks, NO_HASH for those of which none is needed or known.
+
+        What is here without a hash is dropped where there is one now, so that it is stored again.
+        """
+        hashes = [NO_HASH] * len(places)
+        if source.contents is None:
+            return hashes
+        at = np.flatnonzero(shelf.unhashed(digests)).tolist()
+        for index, content in zip(at, source.contents(group, places[at]), strict=True):
+            hashes[index] = content
+        known = [index for index in at if hashes[index]]
+        shelf.forget_unhashed([digests[index] for index in known], [proofs[index] for index in known])
+        return hashes
 
     @abstractmethod
     def _move_in(self, source: Side, wanted: Wanted, done: Outcome) -> Bools:
@@ -217,6 +258,10 @@ class ShelvedTier(Tier):
     def seconds_for(self, nbytes: int, num_runs: int) -> float:
         """Estimate the time of a load, see Tier."""
         return self._rate.seconds_for(nbytes, num_runs)
+
+    def contents_of(self, group: int, blocks: Int64s) -> list[bytes]:
+        """Return the content hashes of the tier's own blocks, which are pinned; b"" where there is none."""
+        return self._shelves[group].contents(blocks)
 
     def group_name(self, group: int) -> str:
         """Return the name of a group by its number."""
@@ -280,6 +325,12 @@ class ShelfLease(Lease):
                 name = self._tier.group_name(group)
                 raise TierError(f"group {name} block {lacking[0]} was not found, and cannot be loaded")
         return tuple(table[each] for table, each in zip(self._tables, places, strict=True))
+
+    def contents(self, group: int, places: Int64s) -> list[bytes]:
+        """Return the content hashes of found blocks of a group, see Lease."""
+        nothing = np.zeros(0, np.int64)
+        wanted = [places if number == group else nothing for number in range(len(self._tables))]
+        return self._tier.contents_of(group, self.blocks_of(wanted)[group])
 
     def load(self, into: Side, places: Sequence[Int64s]) -> "Future[Moved]":
         """Copy blocks into a cache, see Lease. Raises TierError too once the lease was released."""

@@ -11,11 +11,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from pdtx.cache import record_fence
 from pdtx.errors import PdtxError, TierError
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Bools, Failed, Fence, Lease, Moved, Side, Tier, written
+from pdtx.tiers.base import Bools, ContentHashes, Failed, Fence, Lease, Moved, Side, Tier, check_fence
+from pdtx.tiers.contents import NO_HASH, known_contents
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.cpu import CpuTier
+from pdtx.tiers.holds import Held
 from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.write_behind import Behind, WriteBehind
 from pdtx.units import format_bytes
@@ -90,7 +93,8 @@ class TierStack(Tier):
         if not any(map(len, places)):
             return None
         try:
-            return self._memory.store(keys, source, places, patience_s=_PROMOTE_S)
+            fence = record_fence(source.cache.device)  # of the copies, which have ended
+            return self._memory.store(keys, source, places, fence, patience_s=_PROMOTE_S)
         except PdtxError:
             return None
 
@@ -100,10 +104,9 @@ class TierStack(Tier):
 
     # -- storing ----------------------------------------------------------------------------------------------------
 
-    def store(
-        self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence = written
-    ) -> "Future[Moved]":
+    def store(self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence) -> "Future[Moved]":
         """Take copies of blocks into memory, see Tier; the result tells of that alone, and not of what is below."""
+        check_fence(fence)
         behind = self._behind if self._write == "through" else None
         if behind is None:
             return self._memory.store(keys, source, places, fence)
@@ -201,12 +204,25 @@ class StackLease(Lease):
             lacking = each[~inside] if not inside.all() else each[~here[each]]
             if len(lacking):
                 raise TierError(f"group {into.cache.groups[group].name} block {lacking[0]} was not found")
-        load = _Load(self._stack, self._keys, into, asked)
-        for tier, lease, masks in self._leases:
-            part = [each[mask[each]] for each, mask in zip(asked, masks, strict=True)]
+        parts = [
+            (tier, lease, [each[mask[each]] for each, mask in zip(asked, masks, strict=True)])
+            for tier, lease, masks in self._leases
+        ]
+        # Now, for as soon as the loads have begun the lease may be released.
+        hashes = known_contents(asked, [self.contents(group, each) for group, each in enumerate(asked)])
+        load = _Load(self._stack, self._keys, into, asked, hashes)
+        for tier, lease, part in parts:
             if any(map(len, part)):
                 load.begin(tier, lease, part)
         return load.begun()
+
+    def contents(self, group: int, places: Int64s) -> list[bytes]:
+        """Return the content hashes of found blocks of a group, from the tiers that have them, see Lease."""
+        found = dict.fromkeys(places.tolist(), NO_HASH)
+        for _, lease, masks in self._leases:
+            part = places[masks[group][places]]
+            found |= zip(part.tolist(), lease.contents(group, part), strict=True)
+        return [found[place] for place in places.tolist()]
 
     def release(self) -> None:
         """Let the blocks be evicted, see Lease."""
@@ -217,8 +233,11 @@ class StackLease(Lease):
 class _Load:
     """A load from several tiers, and what is put into memory after it."""
 
-    def __init__(self, stack: TierStack, keys: PrefixKeys, into: Side, asked: Sequence[Int64s]) -> None:
+    def __init__(
+        self, stack: TierStack, keys: PrefixKeys, into: Side, asked: Sequence[Int64s], hashes: ContentHashes
+    ) -> None:
         self._stack, self._keys, self._into, self._asked = stack, keys, into, asked
+        self._hashes = hashes
         self._result, self._lock = Future[Moved](), threading.Lock()
         self._left, self._started, self._done = 1, 0, list[tuple[Tier, Moved]]()
         self._error: PdtxError | None = None
@@ -265,7 +284,9 @@ class _Load:
             if self._left:
                 return
         below = [moved for tier, moved in self._done if not self._stack.is_memory(tier)]
-        promoted = self._stack.promote(self._keys, self._into, below) if below else None
+        # The caller keeps the blocks until the result is there, and that is set after this.
+        source = replace(self._into, hold=Held.BY_CALLER, contents=self._hashes)
+        promoted = self._stack.promote(self._keys, source, below) if below else None
         if promoted is None:
             self._result.set_result(self._sum())
         else:

@@ -10,11 +10,13 @@ from functools import partial
 
 import numpy as np
 
+from pdtx.cache import record_fence
 from pdtx.errors import PdtxError
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.base import Moved, Side, Tier
 from pdtx.tiers.counters import Count
 from pdtx.tiers.cpu import CpuTier
+from pdtx.tiers.holds import Held
 from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.shelved import ShelfLease
 
@@ -78,7 +80,9 @@ class WriteBehind:
             lease = self._memory.hold(keys, chosen)
             here = [each[found] for each, found in zip(chosen, lease.found, strict=True)]
             tables = tuple(lease.tables(group) for group in range(len(chosen)))
-            future = self._below.store(keys, Side(self._memory.cache, tables, of_tier=True), here)
+            # The lease pins them until the result is there.
+            side = Side(self._memory.cache, tables, of_tier=True, hold=Held.BY_CALLER, contents=lease.contents)
+            future = self._below.store(keys, side, here, record_fence(self._memory.cache.device))
         except PdtxError as error:
             if lease is not None:
                 lease.release()
@@ -92,7 +96,7 @@ class WriteBehind:
         with self._changed:
             self._behind.under_way += sum(map(len, places))
         try:
-            future = self._below.store(keys, side, places)
+            future = self._below.store(keys, side, places, record_fence(self._memory.cache.device))
         except PdtxError as error:
             self._ended(None, refused=True, blocks=sum(map(len, places)))
             logger.info("%d blocks leave unwritten: %s", sum(map(len, places)), error)
