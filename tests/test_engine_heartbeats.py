@@ -71,6 +71,25 @@ def test_heartbeats_are_sent_whatever_the_control_thread_does() -> None:
         peer.close()
 
 
+def test_a_peer_that_floods_a_busy_node_is_given_up_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits for the control thread is bounded for each peer."""
+    monkeypatch.setattr("pdtx.engine.owner.MAX_WAITING", 200)
+    with Pair() as pair:
+        rogue = Listening(pair.address)
+        rogue.hello()
+        with busy_control(pair):
+            for number in range(1000):
+                rogue.send(ask(f"r{number}"))
+            wait_until(lambda: any(isinstance(m, Bye) for m in rogue.messages) or rogue._lost, "the end of the flood")
+        settle(pair.consumer)
+        wait_until(lambda: not pair.consumer.core.requests, "the end of its requests")
+        ship(pair.producer, begin(pair.producer, 20, "next"))
+        pair.finish(pair.next_ready())
+        rogue.close(0.0)
+
+
 def test_poisoning_a_pool_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     until, poisoning, poison = threading.Event(), threading.Event(), KVCaches.poison
 

@@ -25,7 +25,7 @@ from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.keeping import keep_request
 from pdtx.engine.landing import Landing
-from pdtx.engine.owner import ControlThread
+from pdtx.engine.owner import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.scrubbing import Scrubber
@@ -104,6 +104,7 @@ class KVConsumer:
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
         self._listener: Listener | None = None
         self._listening = threading.Lock()
+        self._inboxes: dict[bytes, PeerInbox] = {}  # of the side channel's thread
         self._endpoints: list[DataEndpoint] = []
         self.control = self.core.owner = ControlThread("pdtx-consumer", self.core.tick)
         self._scrubber = Scrubber(cache)
@@ -309,13 +310,22 @@ class KVConsumer:
             self._listener.send(session.peer, message)
 
     def _on_lost(self, peer: bytes, reason: str) -> None:
+        self._inboxes.pop(peer, None)
         self.control.post(self.core.on_lost, peer, reason)
 
     def _on_message(self, peer: bytes, message: Message) -> None:
+        inbox = self._inboxes.setdefault(peer, PeerInbox())
+        if inbox.take():
+            self.control.post(self._handle, inbox, peer, message)
+        elif self._listener is not None:
+            self._listener.give_up(peer, FLOOD)
+
+    def _handle(self, inbox: PeerInbox, peer: bytes, message: Message) -> None:
+        inbox.done()
         if isinstance(message, Hello):
-            self.control.post(self._on_hello, peer, message)
+            self._on_hello(peer, message)
         else:
-            self.control.post(self.core.on_message, peer, message)
+            self.core.on_message(peer, message)
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         with self._listening:  # listen() holds it until the listener is known

@@ -76,6 +76,11 @@ class ControlChannel:
         if self._dialer is not None:
             self._dialer.send(message)
 
+    def give_up(self, reason: str) -> None:
+        """Take the channel for lost. Only from on_message."""
+        if self._dialer is not None:
+            self._dialer.give_up(reason)
+
     def _on_channel_lost(self, reason: str) -> None:
         self._lose(PeerLost(f"lost {self.address}: {reason}"), reason)
 

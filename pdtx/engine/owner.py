@@ -130,6 +130,34 @@ class ControlThread:
                 self._late_owner = before
 
 
+MAX_WAITING = 50_000
+"""Messages of one peer that may wait for a control thread; one that keeps up has a handful."""
+
+
+class PeerInbox:
+    """How many messages of one peer wait for the control thread: bounded, so that a flood ends its sender.
+
+    came: counted by the side channel's thread; handled: by the control thread. Each number has one writer.
+    """
+
+    def __init__(self) -> None:
+        self.came = self.handled = 0
+
+    def take(self) -> bool:
+        """Count a message that has come; False if too many wait, so that the peer is to be given up."""
+        if self.came - self.handled >= MAX_WAITING:
+            return False
+        self.came += 1
+        return True
+
+    def done(self) -> None:
+        """Count a message that has been dealt with."""
+        self.handled += 1
+
+
+FLOOD = f"{MAX_WAITING} of its messages wait to be handled"
+
+
 class Owned:
     """A record that its owner alone may change. owner: None until it has been handed over."""
 

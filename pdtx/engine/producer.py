@@ -11,7 +11,7 @@ from pdtx.engine.describe import facts_of
 from pdtx.engine.opening import SessionOpener
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
 from pdtx.engine.outbound_control import OutboundControl
-from pdtx.engine.owner import ControlThread
+from pdtx.engine.owner import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
@@ -64,6 +64,7 @@ class KVProducer:
         self._opener = SessionOpener(self.engine_id, cache, facts, mover, mode=mode, costs=costs or CostTable({}))
         self._bell = threading.Condition()
         self._channel: ControlChannel | None = None
+        self._inbox = PeerInbox()
         effects = _Effects(self)
         self.core = OutboundControl(cache, self.pool, effects)
         self.control = ControlThread("pdtx-producer", self.core.tick)
@@ -266,8 +267,14 @@ class KVProducer:
             case Reject():
                 error = IncompatiblePeer(message.field, message.producer, message.consumer, message.advice)
                 channel.answer(error)
+            case _ if self._inbox.take():
+                self.control.post(self._handle, message)
             case _:
-                self.control.post(self.core.on_message, message)
+                channel.give_up(FLOOD)
+
+    def _handle(self, message: Message) -> None:
+        self._inbox.done()
+        self.core.on_message(message)
 
     def _on_lost(self, reason: str) -> None:
         self.control.post(self._lost_now, reason)

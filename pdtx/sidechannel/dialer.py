@@ -142,6 +142,10 @@ class Dialer(Channel):
         """Send messages in their order, see send(): all of them, or none if one would be refused."""
         self._queue(_PEER, messages)
 
+    def give_up(self, reason: str) -> None:
+        """Take the listener for lost. Only from on_message."""
+        self._go(_PEER, reason)
+
     def _release(self, linger_s: float) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

@@ -101,6 +101,11 @@ class Listener(Channel):
         """Send messages to a peer in their order, see send(): all of them, or none if one would be refused."""
         self._queue(peer, messages)
 
+    def give_up(self, peer: bytes, reason: str) -> None:
+        """Take a peer for lost, and say so to it. Only from on_message."""
+        self._send(peer, encode(Bye(reason=reason)))
+        self._go(peer, reason)
+
     def peers(self) -> int:
         """How many peers are there."""
         return len(self._heard_at)
