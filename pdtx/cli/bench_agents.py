@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pdtx.cli.bench_flags import Flags
-from pdtx.cli.common import note, open_security
+from pdtx.cli.common import note
 from pdtx.cli.processes import Node
 from pdtx.errors import DeadlineExceeded, InputError
+from pdtx.node.model import read_keys
 from pdtx.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ def open_fleet(flags: Flags) -> Iterator["Fleet"]:
             return
         if flags["prefill"]:
             sides = _addresses(flags, "prefill"), _addresses(flags, "decode")
-            security = open_security(flags["key"], flags["peer-key"], insecure=bool(flags["insecure"]))
+            security = read_keys(flags["key"], flags["peer-key"], insecure=bool(flags["insecure"]))
         else:
             sides = stack.enter_context(_started_here(flags, timeout_s))
-            security = open_security(None, None, insecure=False)  # all on loopback
+            security = read_keys(None, None, insecure=False)  # all on loopback
         fleet = stack.enter_context(Fleet.connect(*sides, security=security, timeout_s=timeout_s, waiting=note))
         yield fleet
 

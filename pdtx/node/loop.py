@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import PdtxError, TransferError
+from pdtx.node.stop import Stop
 from pdtx.protocol import Finished
 from pdtx.runner import ModelRunner, PagedSequence, greedy
 
@@ -29,13 +29,6 @@ class Active:
     token_ids: list[int]
     times: dict[str, float] = field(default_factory=dict)
     due: float = 0.0
-
-
-class Stop(Protocol):
-    """What ends a loop, such as a threading.Event."""
-
-    def is_set(self) -> bool:
-        """Whether the loop is to end."""
 
 
 def _nobody(_: InboundRequest) -> None:
