@@ -6,11 +6,11 @@ A field annotated with a pdtx.node.options.Option is an option of the same name:
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from pdtx.node.check import OptionField, option_fields
+from pdtx.node.check import OptionField, nested_configs, option_fields
 from pdtx.node.options import PANELS, Option
 
 T = TypeVar("T")
@@ -46,15 +46,10 @@ class Given:
 
     def make(self, config: type[T]) -> T:
         """Return a config of the values; fields that are no options keep their defaults. Raises what its class does."""
-        hints = get_type_hints(config)
-        values = dict[str, Any]()
-        for field in dataclasses.fields(config):  # type: ignore[arg-type]
-            kind = hints[field.name]
-            if dataclasses.is_dataclass(kind):
-                values[field.name] = self.make(kind)  # type: ignore[arg-type]
-            elif field.name in self._values:
-                values[field.name] = self._values[field.name]
-        return config(**values)
+        owner: Any = config
+        names = [field.name for field in option_fields(owner)]
+        values = {name: self._values[name] for name in names if name in self._values}
+        return config(**values, **{name: self.make(kind) for name, kind in nested_configs(owner).items()})
 
 
 def config_command(
@@ -93,19 +88,19 @@ def _rank(name: str, first: tuple[str, ...]) -> int:
     return first.index(name) if name in first else len(first)
 
 
-def _flat(config: Any, default: object = None) -> Iterator[OptionField]:
+def _flat(config: type[Any], default: object = None) -> Iterator[OptionField]:
     """Yield the option fields of a config, and of those in it where they stand.
 
     default: an instance that has the defaults; None for the class's own.
     """
-    options = {field.name: field for field in option_fields(config)}
-    hints = get_type_hints(config)
+    owner: Any = config
+    options, nested = {field.name: field for field in option_fields(owner)}, nested_configs(owner)
     for field in dataclasses.fields(config):
         if field.name in options:
             value = getattr(default, field.name) if default is not None else field.default
             yield dataclasses.replace(options[field.name], default=value)
-        elif dataclasses.is_dataclass(hints[field.name]):
-            yield from _flat(hints[field.name], field.default)
+        elif field.name in nested:
+            yield from _flat(nested[field.name], field.default)
 
 
 def _parameter(field: OptionField) -> inspect.Parameter:

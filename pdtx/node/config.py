@@ -140,7 +140,7 @@ class TierConfig:
 
     kv_offloading_size: GiB of host memory. kv_offloading_disk_size: GiB on disk, in kv_offloading_dir.
     kv_offloading_block_size: tokens; None for the cache's. kv_offloading_policy: what makes room.
-    kv_offloading_write: through or back. serve_tier: HOST:PORT to serve other nodes at. peer_tier: that of another node.
+    kv_offloading_write: through or back. serve_tier: HOST:PORT to serve other nodes at. peer_tier: of another node.
     """
 
     kv_offloading_size: opt.OffloadingSize = 0.0
@@ -202,7 +202,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """Recording of requests. capture: a new file; None leaves it to PDTX_CAPTURE. capture_tokens: whether ids are in it."""
+    """Recording of requests. capture: a new file; None leaves it to PDTX_CAPTURE. capture_tokens: ids as well."""
 
     capture: opt.Capture = None
     capture_tokens: opt.CaptureTokens = False
@@ -255,7 +255,7 @@ class DecodeConfig:
 
     listen: HOST:PORT for prefill nodes, port 0 takes any. data_port: for payloads, on the same host; 0 takes any.
     advertise: the host that they reach it at, where it is not the one of listen. verify: whether every element is
-    compared with its source. requests: after how many to stop. inject_fault: two axes with a comma, to swap in the plan.
+    compared with its source. requests: after how many to stop. inject_fault: two axes with a comma, to swap in plans.
     decode_rate: tokens a second of a request with a synthetic model; 0 ends it at once.
     """
 
