@@ -26,7 +26,7 @@ from pdtx.node import (
     Prompt,
     TierConfig,
 )
-from pdtx.serving import Ended, Job
+from pdtx.serving import Job
 from tests.engine_pair import wait_until
 from tests.ports import free_port
 from tests.tiny_models import tiny_checkpoint
@@ -187,9 +187,15 @@ def test_two_processes_with_a_model_know_nothing_of_a_command_line(tmp_path: Pat
 def test_two_threads_and_nothing_is_left() -> None:
     ended = list[str]()
     notes = list[str]()
-    with DecodeNode(decode_config(), on_note=notes.append) as decode, served(decode):
-        with PrefillNode(prefill_config(decode.address), on_note=notes.append) as prefill:
-            jobs = [Prompt(token_ids=[7] * 40), Job("mine", [1] * 33), Prompt(id="named", token_ids=[2])]
+    decode = DecodeNode(decode_config(), on_note=notes.append)
+    with decode, served(decode):
+        sender = prefill_config(decode.address)
+        with PrefillNode(sender, on_note=notes.append) as prefill:
+            jobs: list[Prompt | Job] = [
+                Prompt(token_ids=[7] * 40),
+                Job("mine", [1] * 33),
+                Prompt(id="named", token_ids=[2]),
+            ]
             rows = prefill.run(jobs, on_end=lambda one: ended.append(one.row.request_id))
             again = prefill.run([Prompt(token_ids=[3])])
             document = prefill.document(rows, ["a", "b"])
@@ -202,7 +208,7 @@ def test_two_threads_and_nothing_is_left() -> None:
     assert [row.request_id for row in again] == ["p3"]
     assert (document["command"], document["model"]["dtype"], len(document["requests"])) == (["a", "b"], "bfloat16", 3)
     assert f"listening on {decode.address}" in notes[0]
-    assert notes[1].endswith("the payload goes over tcp (loopback)") or "the payload goes over tcp" in notes[1]
+    assert "the payload goes over tcp" in notes[1]
     assert notes[-1].endswith("served 4 requests, 0 of them failed")
 
 
@@ -222,9 +228,9 @@ def test_tiers_and_a_capture(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_wrong_plan_is_found() -> None:
-    with DecodeNode(decode_config(inject_fault="token,head")) as decode, served(decode):
-        with PrefillNode(prefill_config(decode.address)) as prefill:
-            (row,) = prefill.run([Prompt(token_ids=list(range(40)))])
+    node = DecodeNode(decode_config(inject_fault="token,head"))
+    with node, served(node), PrefillNode(prefill_config(node.address)) as prefill:
+        (row,) = prefill.run([Prompt(token_ids=list(range(40)))])
     assert row.wrong
     assert "elements are wrong" in str(row.error)
 
@@ -274,18 +280,12 @@ def test_limits_count_anew_for_every_run() -> None:
                 sender.join(60.0)
 
 
-def unstarted() -> list[tuple[Callable[[], object], str]]:
-    started = DecodeNode(decode_config())
-    return [
-        (lambda: PrefillNode(prefill_config("h:1")).run(["a"]), "not started"),
-        (started.run, "not started"),
-    ]
-
-
-def test_a_node_that_is_not_started_says_so() -> None:
-    for call, words in unstarted():
-        with pytest.raises(InputError, match=words):
-            call()
+@pytest.mark.parametrize(
+    "run", [lambda: PrefillNode(prefill_config("h:1")).run(["a"]), lambda: DecodeNode(decode_config()).run()]
+)
+def test_a_node_that_is_not_started_says_so(run: Callable[[], object]) -> None:
+    with pytest.raises(InputError, match="not started; use it in a with statement"):
+        run()
 
 
 def test_prompts_that_cannot_be_used_are_refused() -> None:
@@ -313,7 +313,3 @@ def test_capture_tokens_without_a_capture_is_refused(monkeypatch: pytest.MonkeyP
         config = prefill_config(decode.address, capture=CaptureConfig(capture_tokens=True))
         with pytest.raises(InputError, match="--capture-tokens is for a capture"), PrefillNode(config):
             pass
-
-
-def ended_rows(ended: list[Ended]) -> list[str]:
-    return [one.row.request_id for one in ended]
