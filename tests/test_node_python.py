@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pdtx.engine import KVConsumer
 from pdtx.errors import AddressInUse, InputError, PdtxError, PeerUnreachable
 from pdtx.node import (
     CacheConfig,
@@ -249,8 +250,10 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_closing_ends_a_run_before_anything_is_released() -> None:
-    node = DecodeNode(decode_config())
+def test_closing_ends_a_run_before_anything_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened, close = list[str](), KVConsumer.close
+    monkeypatch.setattr(KVConsumer, "close", lambda consumer: (happened.append("closed"), close(consumer))[1])
+    node = DecodeNode(decode_config(), on_note=happened.append)
     results = list[Any]()
     with node:
         thread = threading.Thread(target=lambda: results.append(node.run()))
@@ -261,7 +264,10 @@ def test_closing_ends_a_run_before_anything_is_released() -> None:
             node.run()
     thread.join(60.0)
     assert [(found.requests, found.failed) for found in results] == [(1, 0)]
+    assert happened[-1] == "closed"
+    assert happened[-2].endswith(" served 1 requests, 0 of them failed")
     node.close()
+    assert happened.count("closed") == 1
 
 
 def test_limits_count_anew_for_every_run() -> None:
