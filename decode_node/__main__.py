@@ -2,7 +2,7 @@
 
 from json import dumps
 
-from pdtx.cli.agent import AgentOptions
+from pdtx.cli.agent import AgentOptions, serve_agent
 from pdtx.cli.common import emit, note, run_app
 from pdtx.cli.options import LogOptions
 from pdtx.cli.signature import Given, config_command
@@ -15,7 +15,7 @@ def decode(given: Given) -> None:
     logs, agent = given.make(LogOptions), given.make(AgentOptions)
     logs.configure()
     if agent.bench:
-        agent.serve("decode", json=logs.json)
+        serve_agent("decode", agent, json=logs.json)
         return
     config = given.make(DecodeConfig)
     stop = Termination()

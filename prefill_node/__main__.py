@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from pdtx.cli.agent import AgentOptions
+from pdtx.cli.agent import AgentOptions, serve_agent
 from pdtx.cli.common import emit, note, run_app
 from pdtx.cli.options import LogOptions, PromptOptions
 from pdtx.cli.signature import Given, config_command
@@ -17,7 +17,7 @@ def prefill(given: Given) -> None:
     logs, agent, asked = given.make(LogOptions), given.make(AgentOptions), given.make(PromptOptions)
     logs.configure()
     if agent.bench:
-        agent.serve("prefill", json=logs.json)
+        serve_agent("prefill", agent, json=logs.json)
         return
     if not given.has("connect"):
         raise InputError("no decode node to send to; give --connect HOST:PORT, or --bench to be measured with")

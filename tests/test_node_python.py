@@ -252,7 +252,12 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_closing_ends_a_run_before_anything_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     happened, close = list[str](), KVConsumer.close
-    monkeypatch.setattr(KVConsumer, "close", lambda consumer: (happened.append("closed"), close(consumer))[1])
+
+    def closes(consumer: KVConsumer) -> None:
+        happened.append("closed")
+        close(consumer)
+
+    monkeypatch.setattr(KVConsumer, "close", closes)
     node = DecodeNode(decode_config(), on_note=happened.append)
     results = list[Any]()
     with node:

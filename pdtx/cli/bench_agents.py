@@ -10,7 +10,8 @@ from pdtx.cli.bench_flags import Flags
 from pdtx.cli.common import note
 from pdtx.cli.processes import Node
 from pdtx.errors import DeadlineExceeded, InputError
-from pdtx.node.model import read_keys
+from pdtx.node.config import SecurityConfig
+from pdtx.node.model import open_security
 from pdtx.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ def open_fleet(flags: Flags) -> Iterator["Fleet"]:
             return
         if flags["prefill"]:
             sides = _addresses(flags, "prefill"), _addresses(flags, "decode")
-            security = read_keys(flags["key"], flags["peer-key"], insecure=bool(flags["insecure"]))
+            keys = SecurityConfig(flags["key"], flags["peer-key"], bool(flags["insecure"]))
         else:
             sides = stack.enter_context(_started_here(flags, timeout_s))
-            security = read_keys(None, None, insecure=False)  # all on loopback
+            keys = SecurityConfig()  # all on loopback
+        security = open_security(keys)
         fleet = stack.enter_context(Fleet.connect(*sides, security=security, timeout_s=timeout_s, waiting=note))
         yield fleet
 

@@ -13,8 +13,8 @@ from pdtx.cli import options as opt
 from pdtx.cli.common import configure_logging, emit, note
 from pdtx.cli.movers import mover_flags
 from pdtx.errors import InputError
-from pdtx.node.config import CacheConfig, SendConfig, TierConfig
-from pdtx.node.model import load_synthetic, open_cache, read_keys
+from pdtx.node.config import CacheConfig, SecurityConfig, SendConfig, TierConfig
+from pdtx.node.model import load_synthetic, open_cache, open_security
 from pdtx.node.tiers import open_tiers
 from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
 from pdtx.units import counted, parse_bytes
@@ -138,7 +138,7 @@ def replay(
         note(f"{trace.name} is not in the order of arrival: {counted(late, 'request')} moved to where they belong")
     if connect is None and key is not None:
         raise InputError("--key is for a decode node elsewhere; give its address with --connect")
-    security = read_keys(key, peer_key, insecure=insecure)
+    security = open_security(SecurityConfig(key, peer_key, insecure))
     transport = SendConfig(mover, mover_option, require, mode)
     required, picked, costs = parse_require(require), parse_mode(mode), read_costs()
     pace = plan.pace(prefill_rate)

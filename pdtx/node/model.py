@@ -1,10 +1,8 @@
 """A node's model, the caches of its shapes, and the keys of its side channel."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pdtx.errors import InputError
 from pdtx.node.config import CacheConfig, ModelConfig, SecurityConfig
 
 if TYPE_CHECKING:
@@ -79,14 +77,8 @@ def open_cache(
 
 def open_security(config: SecurityConfig) -> "Security":
     """Read the keys that were given. Raises InputError for a key that cannot be read."""
-    return read_keys(config.key, config.peer_key, insecure=config.insecure)
-
-
-def read_keys(key: Path | None, peer_keys: "list[Path] | None", *, insecure: bool) -> "Security":
-    """Read keys from files. Raises InputError for a key that cannot be read, or half a pair."""
     from pdtx.sidechannel import Security, load_public, load_secret
 
-    if (key is None) != (not peer_keys):
-        raise InputError("--key and --peer-key go together; make keys with 'pdtx keygen NAME'")
-    own = load_secret(key) if key is not None else None
-    return Security(own=own, peer_public=[load_public(path) for path in peer_keys or []], insecure=insecure)
+    own = load_secret(config.key) if config.key is not None else None
+    peers = [load_public(path) for path in config.peer_key or []]
+    return Security(own=own, peer_public=peers, insecure=config.insecure)
