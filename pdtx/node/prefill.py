@@ -167,7 +167,7 @@ class PrefillNode:
     def document(self, rows: "Sequence[RequestRow]", command: Sequence[str] = ()) -> dict[str, Any]:
         """Return what `pdtx-prefill --json` prints of rows: the machine, the settings, the path, tiers and requests.
 
-        command: the command line that it is to be told with. Tiers' counters are reported as a line each, too.
+        command: the command line to put into it. Tiers' counters are reported to on_note as well, a line each.
         """
         import msgspec
 
