@@ -2,6 +2,7 @@
 
 PdtxError                        exit code 1
 ├── InputError                   exit code 2: what was given cannot be used
+│   ├── ConfigError              a field of a node's config that cannot be used
 │   ├── SpecError                a KV cache spec with impossible numbers
 │   ├── LayoutError              an unknown or impossible layout
 │   ├── ParallelError            ranks that cannot share what they would have to
@@ -45,6 +46,17 @@ class InputError(PdtxError):
     """Something given by the user cannot be used as it is."""
 
     exit_code = 2
+
+
+class ConfigError(InputError):
+    """A field of a node's config cannot be used as it is.
+
+    field: its name, of which the flag is `--field-name`.
+    """
+
+    def __init__(self, field: str, text: str) -> None:
+        self.field = field
+        super().__init__(text)
 
 
 class SpecError(InputError):

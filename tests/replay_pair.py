@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode_node.synthetic import SyntheticLoop
 from pdtx.cache import KVCaches
 from pdtx.engine import KVConsumer, KVProducer, describe_cache
+from pdtx.node.synthetic import SyntheticLoop
 from pdtx.replay.pace import RatePace
 from pdtx.replay.rows import ReplayRow
 from pdtx.replay.run import Outcome, run_replay

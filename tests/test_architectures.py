@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pdtx.cache import KVCaches, PagedKVCache
-from pdtx.cli.prompts import read_prompts
 from pdtx.errors import InputError, ModelError, ParallelError
+from pdtx.node.prompts import read_prompts
 from pdtx.report import RequestRow, read_result
 from pdtx.runner import ModelRunner, PagedSequence, greedy, prefill
 from tests.node_process import NodeProcess, run

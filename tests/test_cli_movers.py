@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 import pytest
 
-from pdtx.cli.movers import mover_flags, open_mover, parse_mode, parse_require, shares_memory
+from pdtx.cli.movers import mover_flags
 from pdtx.errors import InputError
+from pdtx.node.transport import open_mover, parse_mode, parse_require, shares_memory
 from pdtx.plan import Mode
 from pdtx.transports.options import typed_options
 from pdtx.transports.tcp import TcpMover
@@ -95,7 +96,7 @@ def test_words() -> None:
 
 
 def test_rdma_is_required_in_vain_at_once_where_no_card_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdtx.cli.movers._RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr("pdtx.node.transport._RDMA_DEVICES", tmp_path)
     with pytest.raises(InputError, match=r"this host has no RDMA device .* possible here: tcp, and shm"):
         parse_require("rdma")
     assert parse_require("tcp") == "tcp"

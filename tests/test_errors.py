@@ -6,6 +6,7 @@ import pytest
 from pdtx import errors
 from pdtx.errors import (
     CacheError,
+    ConfigError,
     DeadlineExceeded,
     IncompatiblePeer,
     InputError,
@@ -57,7 +58,7 @@ def test_tree(parent: type[PdtxError], children: list[type[PdtxError]]) -> None:
 def test_exit_codes() -> None:
     usage = {cls for cls in ALL if cls.exit_code == 2}
     usual = {InputError, SpecError, LayoutError, ParallelError, PlanError, PoolTooSmall, ModelError, IncompatiblePeer}
-    usual |= {WrongTransport}
+    usual |= {WrongTransport, ConfigError}
     assert usage == usual
     assert {cls.exit_code for cls in ALL} == {1, 2}
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from decode_node.loop import ModelLoop
-from pdtx.cli.common import open_cache
 from pdtx.cli.generate import generate_locally
 from pdtx.engine import KVConsumer, KVProducer
 from pdtx.layout import LAYOUT_ORDERS
+from pdtx.node.config import CacheConfig
+from pdtx.node.loop import ModelLoop
+from pdtx.node.model import open_cache
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, resolve_model
 from pdtx.serving import Job, ModelComputer, PrefillScheduler
@@ -43,7 +44,7 @@ def truth(request: pytest.FixtureRequest) -> Truth:
     runner = ModelRunner.load(resolve_model(None), request.param, threads=1)
     text = runner.encode("Between a prefill node and a decode node gigabytes must move, fast and exactly. " * 8)
     jobs = [Job(f"n{n}", text[n : 2 * n]) for n in LENGTHS]
-    cache, _ = open_cache(runner, layout="flash_attn_nhd", block_size=16, num_blocks=16)
+    cache, _ = open_cache(runner, CacheConfig("flash_attn_nhd", 16, 16))
     tokens = {
         job.request_id: generate_locally(runner, cache, list(job.token_ids), NEW_TOKENS, CHUNK, ignore_eos=True)
         for job in jobs
@@ -65,8 +66,8 @@ def test_pair(truth: Truth, prefill: tuple[str, int], decode: tuple[str, int]) -
 def disaggregate(truth: Truth, prefill: tuple[str, int], decode: tuple[str, int]) -> list[RequestRow]:
     """Run the prompts through a producer and a consumer with these layouts and block sizes."""
     runner, stop = truth.runner, threading.Event()
-    ours, description = open_cache(runner, layout=prefill[0], block_size=prefill[1], num_blocks=40)
-    theirs, their_description = open_cache(runner, layout=decode[0], block_size=decode[1], num_blocks=40)
+    ours, description = open_cache(runner, CacheConfig(*prefill, 40))
+    theirs, their_description = open_cache(runner, CacheConfig(*decode, 40))
     consumer = KVConsumer(theirs, their_description, make_mover("tcp"), verify=True)
     mover = make_mover("tcp")
     producer = KVProducer(ours, description, mover)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdtx.cli.prompts import read_prompts
 from pdtx.errors import InputError
+from pdtx.node.prompts import read_prompts
 from tests.node_process import NodeProcess, Outcome, run
 from tests.tiny_models import tiny_checkpoint
 

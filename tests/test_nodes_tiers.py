@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.loop import ModelLoop
 from pdtx.cache import KVCaches
-from pdtx.cli.tiers import TierOptions, open_tiers
 from pdtx.engine import KVConsumer, KVProducer, PeerTier, TierServer, describe_cache
 from pdtx.errors import InputError
+from pdtx.node.config import TierConfig, TransportConfig
+from pdtx.node.loop import ModelLoop
+from pdtx.node.tiers import open_tiers
 from pdtx.plan import CostTable
 from pdtx.report import RequestRow
 from pdtx.runner import ModelRunner, PagedSequence
@@ -353,35 +354,35 @@ def test_a_decode_node_reads_the_prefill_nodes_tier(folder: Path, kind: str) -> 
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_what_an_earlier_process_kept_on_disk_is_loaded(folder: Path, tmp_path: Path, write: str) -> None:
     runner = runner_of(folder, "gemma3_text")
-    options = TierOptions(
-        size=0.0 if write == "back" else 1 / 256,
-        disk_size=1 / 64,
-        directory=tmp_path,
-        block_size=BLOCK,
-        policy="lru",
-        write=write,
+    config = TierConfig(
+        kv_offloading_size=0.0 if write == "back" else 1 / 256,
+        kv_offloading_disk_size=1 / 64,
+        kv_offloading_dir=tmp_path,
+        kv_offloading_block_size=BLOCK,
+        kv_offloading_policy="lru",
+        kv_offloading_write=write,
     )
     rows = list[RequestRow]()
     for _ in range(2):
         caches = caches_of(runner)
         with ExitStack() as stack:
             found = open_tiers(
-                options,
+                config,
                 caches[0],
                 runner,
                 stack,
                 block_size=16,
                 security=OPEN,
-                mover="tcp",
-                mover_options=None,
+                transport=TransportConfig("tcp"),
                 costs=CostTable({}),
+                on_note=lambda _: None,
             )
             assert found is not None
             with nodes(runner, caches=caches) as pair:
                 pair.prefill = found.prefix
                 rows.append(pair.answer(FIRST))
                 pair.settle()
-            usages = {usage["name"]: usage for usage in found.report()}
+            usages = {usage["name"]: usage for usage in found.report(lambda _: None)}
             assert list(usages) == (["disk"] if write == "back" else ["cpu", "disk"])
             assert (usages["disk"]["groups"][1]["loaded"]["blocks"] > 0) == (len(rows) == 2)
     first, again = rows
@@ -416,17 +417,16 @@ def test_flags_of_the_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"policy": "mru"}, "--kv-offloading-policy takes "),
-        ({"write": "never"}, "--kv-offloading-write takes through, back, not 'never'"),
-        ({"disk_size": 1.0}, "--kv-offloading-disk-size and --kv-offloading-dir go together"),
-        ({"directory": Path("here")}, "--kv-offloading-disk-size and --kv-offloading-dir go together"),
-        ({"serve": "127.0.0.1:0", "size": 0.0}, "give --kv-offloading-size too"),
-        ({"peer": "nowhere"}, "not an address"),
+        ({"kv_offloading_policy": "mru"}, "--kv-offloading-policy takes "),
+        ({"kv_offloading_write": "never"}, "--kv-offloading-write takes through, back, not 'never'"),
+        ({"kv_offloading_disk_size": 1.0}, "--kv-offloading-disk-size and --kv-offloading-dir go together"),
+        ({"kv_offloading_dir": Path("here")}, "--kv-offloading-disk-size and --kv-offloading-dir go together"),
+        ({"serve_tier": "127.0.0.1:0", "kv_offloading_size": 0.0}, "give --kv-offloading-size too"),
+        ({"peer_tier": "nowhere"}, "not an address"),
     ],
 )
 def test_flags_that_cannot_be_are_one_line(flags: dict[str, Any], words: str) -> None:
-    given: dict[str, Any] = {"size": 1.0, "disk_size": 0.0, "directory": None, "block_size": None}
     with pytest.raises(InputError) as caught:
-        TierOptions(**(given | {"policy": "lru", "write": "through"} | flags))
+        TierConfig(**({"kv_offloading_size": 1.0} | flags))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

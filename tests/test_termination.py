@@ -27,10 +27,7 @@ _WAITING = "stop = Termination(); sys.settrace(storm); assert stop.wait(60.0)"
 _NOTING = "stop = Termination(); sys.settrace(storm); signal.raise_signal(signal.SIGTERM); assert stop.is_set()"
 _AGENT = dedent("""
     agent.emit = lambda text: sys.settrace(storm)  # it says where it listens
-    agent.serve_agent(
-        "decode", "127.0.0.1:0", advertise=None, key=None, peer_key=None, insecure=False, device="cpu",
-        max_bytes="1MiB", json=True,
-    )
+    agent.serve_agent("decode", agent.AgentOptions(listen="127.0.0.1:0", max_bytes="1MiB"), json=True)
 """)
 
 

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from decode_node.watching import Watch as DecodeWatch
 from pdtx.errors import DeadlineExceeded
 from pdtx.metrics import NodeCounts
+from pdtx.node.watching import DecodeWatch, PrefillWatch
 from pdtx.report.rows import RequestRow
 from pdtx.serving import Ended, Job
-from prefill_node.watching import Watch as PrefillWatch
 
 Counts = Callable[[], NodeCounts]
 Scene = tuple[Counts, Callable[[], None]]

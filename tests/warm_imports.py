@@ -3,14 +3,12 @@
 import importlib
 
 for _module in (
-    "decode_node.loop",
-    "decode_node.watching",
     "pdtx.cli",
-    "pdtx.cli.tiers",
     "pdtx.engine",
+    "pdtx.node.loop",
+    "pdtx.node.watching",
     "pdtx.runner.paged",
     "pdtx.serving",
-    "prefill_node.watching",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",

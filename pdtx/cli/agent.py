@@ -1,83 +1,80 @@
 """What `pdtx-prefill --bench` and `pdtx-decode --bench` do: serve an agent until they are told to stop."""
 
+from dataclasses import dataclass
 from json import dumps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from pdtx.cli.common import emit, note, open_security
+from pdtx.cli.common import emit, note
 from pdtx.cli.termination import Termination
 from pdtx.errors import InputError
+from pdtx.node import options as node
+from pdtx.node.config import SecurityConfig
+from pdtx.node.model import open_security
+from pdtx.node.options import BENCH, Option
 from pdtx.units import parse_bytes
 
 if TYPE_CHECKING:
     from pdtx.bench.work import Role
 
-_BENCH = "Measurements"
 
-Bench = Annotated[
-    bool,
-    typer.Option("--bench", help="Load no model; be an agent that `pdtx bench` measures with.", rich_help_panel=_BENCH),
-]
-BenchListen = Annotated[
-    str,
-    typer.Option(help="With --bench: HOST:PORT to serve `pdtx bench` at; port 0 takes any.", rich_help_panel=_BENCH),
-]
-BenchAdvertise = Annotated[
-    str | None,
-    typer.Option(
-        help="With --bench: host that others reach this one at, if not the one listened on.",
-        rich_help_panel=_BENCH,
-        show_default=False,
-    ),
-]
-MaxBytes = Annotated[
-    str | None,
-    typer.Option(
-        help="With --bench: most memory for caches, as 8GiB, and again for references; default: 80 % of the free.",
-        rich_help_panel=_BENCH,
-        show_default=False,
-    ),
-]
+_NO_KEYS = SecurityConfig()
 
 
-def serve_agent(
-    role: "Role",
-    listen: str,
-    *,
-    advertise: str | None,
-    key: Path | None,
-    peer_key: list[Path] | None,
-    insecure: bool,
-    device: str,
-    max_bytes: str | None,
-    json: bool,
-) -> None:
+@dataclass(frozen=True)
+class AgentOptions:
+    """How a node serves `pdtx bench` instead of other nodes.
+
+    max_bytes: as text; None for four fifths of the memory that is free.
+    """
+
+    bench: Annotated[
+        bool, Option("Load no model; be an agent that `pdtx bench` measures with.", BENCH, flags=("--bench",))
+    ] = False
+    listen: Annotated[str, Option("With --bench: HOST:PORT to serve `pdtx bench` at; port 0 takes any.", BENCH)] = (
+        "127.0.0.1:5601"
+    )
+    advertise: Annotated[
+        str | None,
+        Option(
+            "With --bench: host that others reach this one at, if not the one listened on.", BENCH, show_default=False
+        ),
+    ] = None
+    max_bytes: Annotated[
+        str | None,
+        Option(
+            "With --bench: most memory for caches, as 8GiB, and again for references; default: 80 % of the free.",
+            BENCH,
+            show_default=False,
+        ),
+    ] = None
+    device: node.Device = "cpu"
+    security: SecurityConfig = _NO_KEYS
+
+
+def serve_agent(role: "Role", options: AgentOptions, *, json: bool) -> None:
     """Serve drivers of `pdtx bench` one after another until SIGTERM or SIGINT.
 
-    max_bytes: that the caches of a case may take, as text; None for four fifths of the memory that is free.
-    json: say on stdout where the agent listens. Raises InputError and AddressInUse.
+    json: report on stdout where the agent listens. Raises InputError and AddressInUse.
     """
-    security = open_security(key, peer_key, insecure=insecure)
+    security = open_security(options.security)
     # Set before the slow imports: whoever has started us may end us at any time.
     stop = Termination()
 
     from pdtx.bench.agent import Agent, data_host, default_max_bytes
     from pdtx.bench.station import Station
 
-    data_host(listen, advertise, security)
-    most = parse_bytes(max_bytes) if max_bytes is not None else default_max_bytes()
+    data_host(options.listen, options.advertise, security)
+    most = parse_bytes(options.max_bytes) if options.max_bytes is not None else default_max_bytes()
     if most < 1:
-        raise InputError(f"--max-bytes {max_bytes} leaves no room for a cache")
-    station = Station(device=device, max_bytes=most)
+        raise InputError(f"--max-bytes {options.max_bytes} leaves no room for a cache")
+    station = Station(device=options.device, max_bytes=most)
     agent = Agent(
         station,
         role,
-        listen,
+        options.listen,
         security=security,
         max_bytes=most,
-        advertise=advertise,
+        advertise=options.advertise,
         on_driver=lambda name: note(f"{role} agent: at work for {name}" if name else f"{role} agent: waiting"),
     )
     with agent:

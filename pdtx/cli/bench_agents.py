@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pdtx.cli.bench_flags import Flags
-from pdtx.cli.common import note, open_security
+from pdtx.cli.common import note
 from pdtx.cli.processes import Node
 from pdtx.errors import DeadlineExceeded, InputError
+from pdtx.node.config import SecurityConfig
+from pdtx.node.model import open_security
 from pdtx.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -62,10 +64,11 @@ def open_fleet(flags: Flags) -> Iterator["Fleet"]:
             return
         if flags["prefill"]:
             sides = _addresses(flags, "prefill"), _addresses(flags, "decode")
-            security = open_security(flags["key"], flags["peer-key"], insecure=bool(flags["insecure"]))
+            keys = SecurityConfig(flags["key"], flags["peer-key"], bool(flags["insecure"]))
         else:
             sides = stack.enter_context(_started_here(flags, timeout_s))
-            security = open_security(None, None, insecure=False)  # all on loopback
+            keys = SecurityConfig()  # all on loopback
+        security = open_security(keys)
         fleet = stack.enter_context(Fleet.connect(*sides, security=security, timeout_s=timeout_s, waiting=note))
         yield fleet
 

@@ -9,9 +9,10 @@ import typer
 
 from pdtx.cli import options as opt
 from pdtx.cli.common import emit, note
-from pdtx.cli.movers import mover_flags, parse_mode, parse_require
-from pdtx.cli.tiers import TierOptions
+from pdtx.cli.movers import mover_flags, tier_flags
 from pdtx.errors import ModelError
+from pdtx.node.config import TierConfig
+from pdtx.node.transport import parse_mode, parse_require
 from pdtx.units import ceil_div
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ So every element is compared with its source, and a wrong one is named by layer,
 
 def demo(
     model: opt.Model = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 24,
+    max_tokens: opt.MaxTokens = 24,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads for each process.", min=1)] = 1,
-    chunk_size: Annotated[int, typer.Option(help="Most prompt tokens computed at a time.", min=1)] = 256,
+    chunk_size: opt.ChunkSize = 256,
     prefill_layout: Annotated[str, typer.Option(help="The prefill side's layout.")] = "flash_attn_nhd",
     decode_layout: Annotated[str, typer.Option(help="The decode side's layout.")] = "flashinfer_hnd",
     prefill_block_size: Annotated[int, typer.Option(help="The prefill side's tokens in a block.", min=1)] = 16,
@@ -79,7 +80,7 @@ def demo(
     """Run a real model disaggregated, verify every byte of its K/V, and compare with a single process."""
     parse_require(require)
     parse_mode(mode)
-    offloading = TierOptions(
+    offloading = TierConfig(
         kv_offloading_size,
         kv_offloading_disk_size,
         kv_offloading_dir,
@@ -113,7 +114,7 @@ def demo(
         work = [*common, "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--chunk-size", str(chunk_size)]
         moving = mover_flags(mover, mover_option)
         how = ["--mode", mode, *(["--require", require] if require is not None else [])]
-        both = {side: [*flags, *offloading.flags(side)] for side, flags in sides.items()}
+        both = {side: [*flags, *tier_flags(offloading, side)] for side, flags in sides.items()}
         found, decode = _disaggregated([*work, *how], common, both, moving, inject_fault)
         alone = _alone(work, sides["prefill"])
     transfer = {

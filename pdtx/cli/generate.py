@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdtx.cli import options as opt
-from pdtx.cli.common import configure_logging, emit, load_runner, open_cache
-from pdtx.cli.prompts import read_prompts
-from pdtx.layout import parse_layouts
+from pdtx.cli.common import configure_logging, emit, note
+from pdtx.node.config import CacheConfig, ModelConfig
+from pdtx.node.model import load_runner, open_cache
+from pdtx.node.prompts import read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +24,10 @@ def generate(
         Path | None,
         typer.Option(help="Prompts, a line each: plain, or JSON lines.", show_default=False),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1)] = 32,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate --max-tokens whatever comes.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the model's chat template.")] = False,
-    chunk_size: Annotated[int, typer.Option(help="Most prompt tokens computed at a time.", min=1)] = 256,
+    max_tokens: opt.MaxTokens = 32,
+    ignore_eos: opt.IgnoreEos = False,
+    chat: opt.Chat = False,
+    chunk_size: opt.ChunkSize = 256,
     model: opt.Model = None,
     dtype: opt.Dtype = "bfloat16",
     device: opt.Device = "cpu",
@@ -40,12 +41,10 @@ def generate(
 ) -> None:
     """Generate in one process, nothing shipped: what a disaggregated run must equal, token for token."""
     configure_logging(verbose)
-    parse_layouts(layout)
+    shape = CacheConfig(layout, block_size, num_blocks, tensor_parallel_size)
     asked = read_prompts(prompt, prompts)
-    runner = load_runner(model, dtype, device, threads)
-    cache, _ = open_cache(
-        runner, layout=layout, block_size=block_size, num_blocks=num_blocks, tp_size=tensor_parallel_size
-    )
+    runner = load_runner(ModelConfig(model, dtype, device, threads), note)
+    cache, _ = open_cache(runner, shape)
 
     import msgspec
 

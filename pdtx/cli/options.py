@@ -1,222 +1,89 @@
-"""Options that several commands share; names are those of the serving engines where they have one."""
+"""Options that several commands share, as typer wants them.
 
+Those that a node has too are declared in pdtx.node.options, once; here they only get typer's form.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-_CACHE, _MODEL, _TRANSFER, _SECURITY, _TIERS = "KV cache", "Model", "Transfer", "Security", "Tiers"
-_WATCH = "Logs and metrics"
+from pdtx.cli.logs import configure_logging
+from pdtx.cli.signature import as_typer
+from pdtx.node import options as node
+from pdtx.node.options import Option
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Checkpoint folder or hub id; default: the bundled demo model, SmolLM2-135M-Instruct.",
-        rich_help_panel=_MODEL,
-        show_default=False,
-    ),
-]
-Dtype = Annotated[
-    str, typer.Option(help="Element type of weights and K/V: float32, bfloat16 or float16.", rich_help_panel=_MODEL)
-]
-Device = Annotated[
-    str, typer.Option(help="Torch device of model and cache: cpu, cuda, cuda:1.", rich_help_panel=_MODEL)
-]
-Threads = Annotated[
-    int | None, typer.Option(help="CPU threads for the model.", min=1, rich_help_panel=_MODEL, show_default=False)
-]
-Layout = Annotated[
-    str,
-    typer.Option(
-        help="A preset: flash_attn_nhd, flash_attn_hnd, flashinfer_nhd, flashinfer_hnd, vllm_lbhnc and others; with "
-        "commas one for each kind of layer, as in flashinfer_hnd,mla_blhnc,mamba_ds.",
-        rich_help_panel=_CACHE,
-    ),
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.", min=1, rich_help_panel=_CACHE)]
-NumBlocks = Annotated[
-    int,
-    typer.Option(
-        help="Blocks in the pool of each group of layers; block 0 is never used. States of recurrent layers need one "
-        "block a sequence, and get 65 of them at most.",
-        min=2,
-        rich_help_panel=_CACHE,
-    ),
-]
-TensorParallel = Annotated[
-    int,
-    typer.Option(
-        "--tensor-parallel-size",
-        "--tp",
-        help="Ranks that the KV heads are divided over, each with memory of its own (all in this process).",
-        min=1,
-        rich_help_panel=_CACHE,
-    ),
-]
-Mover = Annotated[
-    str,
-    typer.Option(
-        help="What moves the payload, the same on both sides: tcp, shm, ucx, nixl, or another that is installed.",
-        rich_help_panel=_TRANSFER,
-    ),
-]
-MoverOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="KEY=VALUE for the mover's own option, as in socket_buffer_bytes=4194304; may be repeated.",
-        rich_help_panel=_TRANSFER,
-        show_default=False,
-    ),
-]
-Require = Annotated[
-    str | None,
-    typer.Option(
-        help="Fail before any payload unless rdma, tcp or shm carries it, whatever the mover.",
-        rich_help_panel=_TRANSFER,
-        show_default=False,
-    ),
-]
-TransferMode = Annotated[
-    str,
-    typer.Option(
-        "--mode",
-        help="direct: every run as it is. staged: packed into large pieces first. auto: the cheaper one, piece by "
-        "piece, by measured costs (PDTX_COSTS, or ~/.cache/pdtx/costs.json).",
-        rich_help_panel=_TRANSFER,
-    ),
-]
-OffloadingSize = Annotated[
-    float,
-    typer.Option(
-        "--kv-offloading-size",
-        help="GiB of host memory that keeps blocks for later requests with the same beginning; 0: none.",
-        min=0.0,
-        rich_help_panel=_TIERS,
-    ),
-]
-OffloadingDiskSize = Annotated[
-    float,
-    typer.Option(
-        "--kv-offloading-disk-size",
-        help="GiB on disk behind that, in --kv-offloading-dir; 0: none.",
-        min=0.0,
-        rich_help_panel=_TIERS,
-    ),
-]
-OffloadingDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--kv-offloading-dir",
-        help="Folder of the disk tier; what an earlier process of the same model kept there is found again.",
-        rich_help_panel=_TIERS,
-        show_default=False,
-    ),
-]
-OffloadingBlockSize = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-offloading-block-size",
-        help="Tokens in a tier's block, a multiple of --block-size; default: --block-size. The same for all who share.",
-        min=1,
-        rich_help_panel=_TIERS,
-        show_default=False,
-    ),
-]
-OffloadingPolicy = Annotated[
-    str,
-    typer.Option("--kv-offloading-policy", help="What makes room: lru, arc, fifo or s3fifo.", rich_help_panel=_TIERS),
-]
-OffloadingWrite = Annotated[
-    str,
-    typer.Option(
-        "--kv-offloading-write",
-        help="through: blocks go to disk at once. back: when memory has no room for them any more.",
-        rich_help_panel=_TIERS,
-    ),
-]
-ServeTier = Annotated[
-    str | None,
-    typer.Option(
-        "--serve-tier",
-        help="HOST:PORT at which other nodes may read this node's host memory tier; port 0 takes any.",
-        rich_help_panel=_TIERS,
-        show_default=False,
-    ),
-]
-PeerTier = Annotated[
-    str | None,
-    typer.Option(
-        "--peer-tier",
-        help="HOST:PORT of a node's --serve-tier, from which blocks are loaded that this node does not have.",
-        rich_help_panel=_TIERS,
-        show_default=False,
-    ),
-]
+Model = Annotated[node.Model, as_typer(node.Model)]
+Dtype = Annotated[node.Dtype, as_typer(node.Dtype)]
+Device = Annotated[node.Device, as_typer(node.Device)]
+Threads = Annotated[node.Threads, as_typer(node.Threads)]
+Layers = Annotated[node.Layers, as_typer(node.Layers)]
+DecodeRate = Annotated[node.DecodeRate, as_typer(node.DecodeRate)]
+PrefillRate = Annotated[node.PrefillRate, as_typer(node.PrefillRate)]
+Layout = Annotated[node.Layout, as_typer(node.Layout)]
+BlockSize = Annotated[node.BlockSize, as_typer(node.BlockSize)]
+NumBlocks = Annotated[node.NumBlocks, as_typer(node.NumBlocks)]
+TensorParallel = Annotated[node.TensorParallel, as_typer(node.TensorParallel)]
+Mover = Annotated[node.Mover, as_typer(node.Mover)]
+MoverOption = Annotated[node.MoverOption, as_typer(node.MoverOption)]
+Require = Annotated[node.Require, as_typer(node.Require)]
+TransferMode = Annotated[node.TransferMode, as_typer(node.TransferMode)]
+OffloadingSize = Annotated[node.OffloadingSize, as_typer(node.OffloadingSize)]
+OffloadingDiskSize = Annotated[node.OffloadingDiskSize, as_typer(node.OffloadingDiskSize)]
+OffloadingDir = Annotated[node.OffloadingDir, as_typer(node.OffloadingDir)]
+OffloadingBlockSize = Annotated[node.OffloadingBlockSize, as_typer(node.OffloadingBlockSize)]
+OffloadingPolicy = Annotated[node.OffloadingPolicy, as_typer(node.OffloadingPolicy)]
+OffloadingWrite = Annotated[node.OffloadingWrite, as_typer(node.OffloadingWrite)]
+PeerTier = Annotated[node.PeerTier, as_typer(node.PeerTier)]
+Key = Annotated[node.Key, as_typer(node.Key)]
+PeerKey = Annotated[node.PeerKey, as_typer(node.PeerKey)]
+Insecure = Annotated[node.Insecure, as_typer(node.Insecure)]
+CaptureTokens = Annotated[node.CaptureTokens, as_typer(node.CaptureTokens)]
+MaxTokens = Annotated[node.MaxTokens, as_typer(node.MaxTokens)]
+IgnoreEos = Annotated[node.IgnoreEos, as_typer(node.IgnoreEos)]
+Chat = Annotated[node.Chat, as_typer(node.Chat)]
+ChunkSize = Annotated[node.ChunkSize, as_typer(node.ChunkSize)]
+
 ConfigOrPreset = Annotated[str, typer.Argument(help="config.json, a folder with one, or a preset such as llama-3-8b.")]
 KVCacheDtype = Annotated[str, typer.Option(help="auto (the model's), fp8, fp8_ds_mla, nvfp4, ...")]
 Ranks = Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help="Ranks that share the heads.", min=1)]
-Key = Annotated[
-    Path | None,
-    typer.Option(
-        help="This node's secret key (NAME.key_secret from 'pdtx keygen'); required off loopback.",
-        rich_help_panel=_SECURITY,
-        show_default=False,
-    ),
-]
-PeerKey = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="A peer's public key (NAME.key); may be repeated.", rich_help_panel=_SECURITY, show_default=False
-    ),
-]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Talk in the clear off loopback, with a warning.", rich_help_panel=_SECURITY)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Log all on stderr: --log-level debug.", rich_help_panel=_WATCH)
-]
-LogLevel = Annotated[
+
+_Json = Annotated[bool, Option("Print the result as JSON on stdout.", flags=("--json",))]
+_Verbose = Annotated[bool, Option("Log all on stderr: --log-level debug.", node.WATCH, flags=("--verbose", "-v"))]
+_LogLevel = Annotated[
     str | None,
-    typer.Option(
-        help="What to log on stderr: debug, info, warning or error; default: warning.",
-        rich_help_panel=_WATCH,
-        show_default=False,
-    ),
+    Option("What to log on stderr: debug, info, warning or error; default: warning.", node.WATCH, show_default=False),
 ]
-LogFormat = Annotated[str, typer.Option(help="text, or json: an object a line on stderr.", rich_help_panel=_WATCH)]
-MetricsPort = Annotated[
-    int | None,
-    typer.Option(
-        help="Serve Prometheus metrics at http://HOST:PORT/metrics; 0 takes any port.",
-        min=0,
-        max=65535,
-        rich_help_panel=_WATCH,
-        show_default=False,
-    ),
-]
-MetricsHost = Annotated[
-    str, typer.Option(help="Address that metrics are served at; they are not encrypted.", rich_help_panel=_WATCH)
-]
-Capture = Annotated[
-    Path | None,
-    typer.Option(
-        help="Record arrivals, lengths, shared prefixes, block tables and layer times into this new file.",
-        rich_help_panel=_WATCH,
-        show_default=False,
-    ),
-]
-CaptureTokens = Annotated[
-    bool,
-    typer.Option("--capture-tokens", help="Record token ids as well, which are the prompts.", rich_help_panel=_WATCH),
-]
-DecodeRate = Annotated[
-    float,
-    typer.Option(
-        help="Tokens a second that a request is made to take once its cache is there; 0: it ends at once.", min=0.0
-    ),
-]
-Layers = Annotated[
-    int | None,
-    typer.Option(help="Only so many of the model's layers.", min=1, rich_help_panel=_MODEL, show_default=False),
-]
+_LogFormat = Annotated[str, Option("text, or json: an object a line on stderr.", node.WATCH)]
+
+Json = Annotated[_Json, as_typer(_Json)]
+Verbose = Annotated[_Verbose, as_typer(_Verbose)]
+LogLevel = Annotated[_LogLevel, as_typer(_LogLevel)]
+LogFormat = Annotated[_LogFormat, as_typer(_LogFormat)]
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What a program logs on stderr, and whether its result is JSON on stdout."""
+
+    json: _Json = False
+    log_level: _LogLevel = None
+    log_format: _LogFormat = "text"
+    verbose: _Verbose = False
+
+    def configure(self) -> None:
+        """Send logs where they are wanted. Raises InputError for a level or format that there is not."""
+        configure_logging(self.verbose, self.log_level, self.log_format)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """The prompts of a run, and where its result is written."""
+
+    prompt: Annotated[list[str] | None, Option("A prompt; may be repeated.", show_default=False)] = None
+    prompts: Annotated[
+        Path | None,
+        Option("Prompts, a line each: plain, or JSON with prompt or token_ids (and features).", show_default=False),
+    ] = None
+    output: Annotated[Path | None, Option("Also write the result to this file.", show_default=False)] = None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdtx.cli.common import emit
-from pdtx.cli.movers import parse_mode, read_costs
 from pdtx.cli.options import ConfigOrPreset, Json, KVCacheDtype
 from pdtx.cli.tables import aligned, both_sizes, named
+from pdtx.node.transport import parse_mode, read_costs
 
 if TYPE_CHECKING:
     from pdtx.kvspec import KVCacheSpec

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pdtx.cli import options as opt
-from pdtx.cli.common import configure_logging, emit, load_synthetic, note, open_cache, open_security
-from pdtx.cli.movers import mover_flags, open_mover, parse_mode, parse_require, read_costs, shares_memory
-from pdtx.cli.tiers import TierOptions, open_tiers
+from pdtx.cli.common import configure_logging, emit, note
+from pdtx.cli.movers import mover_flags
 from pdtx.errors import InputError
+from pdtx.node.config import CacheConfig, SecurityConfig, SendConfig, TierConfig
+from pdtx.node.model import load_synthetic, open_cache, open_security
+from pdtx.node.tiers import open_tiers
+from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
 from pdtx.units import counted, parse_bytes
 
 if TYPE_CHECKING:
-    from pdtx.cli.tiers import NodeTiers
     from pdtx.engine import KVProducer
+    from pdtx.node.tiers import NodeTiers
     from pdtx.replay.plan import ReplayPlan
     from pdtx.replay.rows import ReplayRow
     from pdtx.replay.run import Outcome
@@ -49,9 +52,7 @@ def replay(
             help="Tokens of a block in a trace; default: 512.", min=1, rich_help_panel=_TRACE, show_default=False
         ),
     ] = None,
-    prefill_rate: Annotated[
-        float, typer.Option(help="Tokens a second that prefill is made to take (of a capture: as it was).")
-    ] = 20000.0,
+    prefill_rate: opt.PrefillRate = 20000.0,
     decode_rate: opt.DecodeRate = 0.0,
     chunk_size: Annotated[
         int | None,
@@ -110,7 +111,7 @@ def replay(
 
     parse_layouts(layout)
     parse_layouts(decode_layout)
-    tiers = TierOptions(
+    tiers = TierConfig(
         kv_offloading_size,
         kv_offloading_disk_size,
         kv_offloading_dir,
@@ -124,7 +125,7 @@ def replay(
     plan = ReplayPlan.of(
         source,
         Scale(source.block_tokens, scale_tokens, speedup),
-        load_synthetic(model, layers),
+        load_synthetic(model, layers, note),
         most=max_requests,
         pool=parse_bytes(pool_size),
         chunk_size=chunk_size,
@@ -137,7 +138,8 @@ def replay(
         note(f"{trace.name} is not in the order of arrival: {counted(late, 'request')} moved to where they belong")
     if connect is None and key is not None:
         raise InputError("--key is for a decode node elsewhere; give its address with --connect")
-    security = open_security(key, peer_key, insecure=insecure)
+    security = open_security(SecurityConfig(key, peer_key, insecure))
+    transport = SendConfig(mover, mover_option, require, mode)
     required, picked, costs = parse_require(require), parse_mode(mode), read_costs()
     pace = plan.pace(prefill_rate)
     with ExitStack() as stack:
@@ -155,13 +157,8 @@ def replay(
         from pdtx.replay.document import result_document
         from pdtx.replay.synthetic import SyntheticComputer
 
-        cache, description = open_cache(
-            plan.model,
-            layout=layout,
-            block_size=block_size,
-            num_blocks=plan.blocks(block_size),
-            shared=shares_memory(mover),
-        )
+        shape = CacheConfig(layout, block_size, plan.blocks(block_size))
+        cache, description = open_cache(plan.model, shape, shared=shares_memory(mover))
         opened = open_tiers(
             tiers,
             cache,
@@ -169,9 +166,9 @@ def replay(
             stack,
             block_size=block_size,
             security=security,
-            mover=mover,
-            mover_options=mover_option,
+            transport=transport,
             costs=costs,
+            on_note=note,
         )
         producer = KVProducer(cache, description, moving, mode=picked, costs=costs)
         stack.callback(producer.close)
@@ -179,7 +176,7 @@ def replay(
         note(f"connected to {producer.peer} at {connect}; the payload goes over {producer.path}")
         computer = SyntheticComputer(cache, tuple(plan.model.specs(block_size)), pace)
         outcome = _run(plan, computer, producer, opened)
-        usages = opened.report() if opened is not None else []
+        usages = opened.report(note) if opened is not None else []
     settings = {
         "model": model,
         "layers": layers,

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from pdtx.errors import InputError
 from pdtx.results.files import write_whole
 from pdtx.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _TABLE_WIDTH = 120
 
@@ -59,18 +60,22 @@ class RequestRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.error is None and not self.wrong
 
 
-def console_for(stream: TextIO) -> Console:
+def console_for(stream: TextIO) -> "Console":
     """Return a console that is wide enough for the table: a line too long for a terminal beats a figure cut off."""
+    from rich.console import Console
+
     console = Console(file=stream)
     console.width = max(console.width if stream.isatty() else 0, _TABLE_WIDTH)
     return console
 
 
-def render_rows(rows: Sequence[RequestRow], console: Console) -> None:
+def render_rows(rows: Sequence[RequestRow], console: "Console") -> None:
     """Print what was generated, a line each, then the rows as a table, then what went wrong."""
     for row in rows:
         if row.error is None:
             console.print(f"[{row.request_id}] {row.text!r}", markup=False, highlight=False, soft_wrap=True)
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("request")
     for name in ("tokens", "bytes", "runs", "prepare", "post", "move", "GB/s", "hidden", "#wrong"):

@@ -1,33 +1,34 @@
-"""A node's metrics from the command line: the port, and what the engine's counters mean."""
+"""A node's metrics: the port, and what the engine's counters mean."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
-from pdtx.cli.common import note
+from pdtx.node.config import MetricsConfig
+from pdtx.node.model import OnNote
 
 if TYPE_CHECKING:
     from pdtx.cache import GroupAllocator
-    from pdtx.cli.tiers import NodeTiers
     from pdtx.metrics import NodeMetrics, TierBytes
+    from pdtx.node.tiers import NodeTiers
 
 
 def open_metrics(
-    port: int | None, host: str, stack: ExitStack, *, role: Literal["prefill", "decode"], mover: str
+    config: MetricsConfig, stack: ExitStack, *, role: Literal["prefill", "decode"], mover: str, on_note: OnNote
 ) -> "NodeMetrics | None":
     """Serve a node's metrics, closed by stack; None where no port is given. Raises as NodeMetrics does."""
-    if port is None:
+    if config.metrics_port is None:
         return None
     from pdtx.metrics import NodeMetrics
 
     metrics = NodeMetrics(role, mover)
     stack.callback(metrics.close)
-    note(f"metrics at http://{metrics.serve(host, port)}/metrics")
+    on_note(f"metrics at http://{metrics.serve(config.metrics_host, config.metrics_port)}/metrics")
     return metrics
 
 
 def usage_of(allocator: "GroupAllocator") -> Callable[[], float]:
-    """Return what tells the share of blocks that are not free, of the fullest group."""
+    """Return a function that reads the share of blocks that are not free, of the fullest group."""
 
     def usage() -> float:
         pairs = zip(allocator.pools, allocator.num_free, strict=True)

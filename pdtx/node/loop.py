@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import PdtxError, TransferError
+from pdtx.node.stop import Stop
 from pdtx.protocol import Finished
 from pdtx.runner import ModelRunner, PagedSequence, greedy
 
@@ -31,15 +31,8 @@ class Active:
     due: float = 0.0
 
 
-class Stop(Protocol):
-    """What ends a loop, such as a threading.Event."""
-
-    def is_set(self) -> bool:
-        """Whether the loop is to end."""
-
-
-def _nobody(_: InboundRequest) -> None:
-    """Take note of nothing."""
+def _ignore(_: InboundRequest) -> None:
+    """Do nothing with it."""
 
 
 class DecodeLoop(ABC):
@@ -50,15 +43,15 @@ class DecodeLoop(ABC):
         consumer: KVConsumer,
         stop: Stop,
         limit: int | None,
-        on_finish: Callable[[InboundRequest], None] = _nobody,
+        on_finish: Callable[[InboundRequest], None] = _ignore,
     ) -> None:
-        """on_finish: told of each request that ends well, on the thread of run()."""
+        """on_finish: called with each request that ends well, on the thread of run()."""
         self.consumer, self.stop, self.limit = consumer, stop, limit
         self._on_finish = on_finish
         self._active = deque[Active]()
 
     def run(self) -> None:
-        """Serve. Failures of single requests are told to their producers, and the loop goes on."""
+        """Serve. Failures of single requests are reported to their producers, and the loop goes on."""
         while not self.stop.is_set() and (self.limit is None or self.consumer.num_ended < self.limit):
             request = self.consumer.next_ready(0.0 if self._active else 0.05)
             if request is not None:
@@ -160,7 +153,7 @@ class ModelLoop(DecodeLoop):
         consumer: KVConsumer,
         stop: Stop,
         limit: int | None,
-        on_finish: Callable[[InboundRequest], None] = _nobody,
+        on_finish: Callable[[InboundRequest], None] = _ignore,
     ) -> None:
         super().__init__(consumer, stop, limit, on_finish)
         self.runner = runner

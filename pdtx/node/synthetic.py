@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable
 
-from decode_node.loop import Active, DecodeLoop, Stop
 from pdtx.cache.verify import Verification
 from pdtx.engine import InboundRequest, KVConsumer
 from pdtx.errors import VerificationError
+from pdtx.node.loop import Active, DecodeLoop
+from pdtx.node.stop import Stop
 from pdtx.replay.contents import PrefixContents, prefix_codes
 
 _PAUSE_S = 0.002

@@ -1,6 +1,6 @@
-"""Prompts from the command line or a file."""
+"""Prompts: given one by one, or read from a file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,14 +63,25 @@ def read_prompts(texts: list[str] | None, file: Path | None) -> list[Prompt]:
         raise InputError("give either --prompt TEXT (may be repeated) or --prompts FILE")
     if "" in (texts or []):
         raise InputError("--prompt is empty, so it has no tokens")
-    prompts = [Prompt(prompt=text) for text in texts or []] if file is None else _read_file(file)
-    for number, prompt in enumerate(prompts):
-        prompt.id = prompt.id or f"p{number}"
-    ids = [prompt.id for prompt in prompts]
-    doubled = next((name for name in ids if ids.count(name) > 1), None)
-    if doubled is not None:
-        raise InputError(f"prompt id {doubled!r} is given twice")
-    return prompts
+    return named([Prompt(prompt=text) for text in texts or []] if file is None else _read_file(file))
+
+
+def named(prompts: Sequence[Prompt], first: int = 0) -> list[Prompt]:
+    """Return prompts, each with an id: p0, p1, ... (from first on) where it has none.
+
+    Raises InputError for an id that comes twice.
+    """
+    found = [
+        prompt if prompt.id else msgspec.structs.replace(prompt, id=f"p{at}")
+        for at, prompt in enumerate(prompts, first)
+    ]
+    ids = [prompt.id for prompt in found]
+    seen = set[str | None]()
+    for name in ids:
+        if name in seen:
+            raise InputError(f"prompt id {name!r} is given twice")
+        seen.add(name)
+    return found
 
 
 def _read_file(file: Path) -> list[Prompt]:

@@ -1,0 +1,195 @@
+"""The prefill node: computes prompts and ships their K/V to a decode node, layer by layer."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+from pdtx.errors import InputError
+from pdtx.node.config import PrefillConfig
+from pdtx.node.metrics import open_metrics
+from pdtx.node.model import OnNote, load_model, open_cache, open_security
+from pdtx.node.prompts import Prompt, named
+from pdtx.node.tiers import NodeTiers, open_tiers
+from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
+
+if TYPE_CHECKING:
+    from pdtx.cache import KVCaches
+    from pdtx.replay.synthetic import SyntheticModel
+    from pdtx.report import RequestRow
+    from pdtx.runner import ModelRunner
+    from pdtx.serving import Computer, Ended, Job
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillNode:
+    """A prefill node: entering the context loads the model and connects, leaving it releases everything.
+
+    on_note: called with a line about progress; by default it is logged. Not to be used from several threads at once.
+    Entering raises InputError for what cannot be used here, ModelError, PeerError, IncompatiblePeer, TransferError, or
+    DeadlineExceeded; nothing stays open then.
+    """
+
+    def __init__(self, config: PrefillConfig, *, on_note: OnNote = logger.info) -> None:
+        self.config, self._note = config, on_note
+        self._stack: ExitStack | None = None
+        self._num_prompts = 0
+        self._watched = False
+
+    def __enter__(self) -> Self:
+        if self._stack is not None:
+            raise InputError("this prefill node is started already")
+        with ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release everything; requests under way fail. Idempotent."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+
+    def _open(self, stack: ExitStack) -> None:
+        config, transport = self.config, self.config.transport
+        security = open_security(config.security)
+        required, mode, costs = parse_require(transport.require), parse_mode(transport.mode), read_costs()
+        # Before the model is loaded: a mover that cannot be had fails at once.
+        mover = open_mover(transport.mover, transport.mover_option)
+        stack.callback(mover.close)
+        metrics = open_metrics(config.metrics, stack, role="prefill", mover=transport.mover, on_note=self._note)
+        self.model: ModelRunner | SyntheticModel = load_model(config.model, self._note)
+
+        from pdtx.engine import KVProducer
+        from pdtx.node.watching import PrefillWatch, open_recorder
+
+        cache, description = open_cache(self.model, config.cache, shared=shares_memory(transport.mover))
+        self.tiers: NodeTiers | None = open_tiers(
+            config.tiers,
+            cache,
+            self.model,
+            stack,
+            block_size=config.cache.block_size,
+            security=security,
+            transport=transport,
+            costs=costs,
+            on_note=self._note,
+        )
+        self.producer: KVProducer = KVProducer(cache, description, mover, mode=mode, costs=costs)
+        stack.callback(self.producer.close)
+        recorder = open_recorder(config, self.producer, stack, self._note)
+        self._watch: PrefillWatch = PrefillWatch(self.producer, self.tiers, metrics, recorder)
+        self._computer = self._make_computer(cache)
+        self.producer.connect(config.connect, security=security, timeout_s=config.connect_timeout, require=required)
+        self._note(f"connected to {self.producer.peer} at {config.connect}; the payload goes over {self.producer.path}")
+
+    def _make_computer(self, cache: "KVCaches") -> "Computer":
+        from pdtx.runner import ModelRunner
+        from pdtx.serving import ModelComputer
+
+        if isinstance(self.model, ModelRunner):
+            return ModelComputer(self.model)
+        from pdtx.replay.pace import RatePace
+        from pdtx.replay.synthetic import SyntheticComputer
+
+        names = tuple(self.model.specs(self.config.cache.block_size))
+        return SyntheticComputer(cache, names, RatePace(self.config.prefill_rate))
+
+    def run(
+        self, prompts: "Iterable[str | Prompt | Job]", *, on_end: "Callable[[Ended], None] | None" = None
+    ) -> "list[RequestRow]":
+        """Compute prompts and ship their K/V; return a row each, in their order; one that fails has its error there.
+
+        prompts: texts, prompts, or jobs that are ready to run. on_end: called with each at its end.
+        Raises InputError for a prompt that cannot be used, ModelError for a text without tokens.
+        """
+        if self._stack is None:
+            raise InputError("this prefill node is not started; use it in a with statement")
+        from pdtx.serving import PrefillScheduler
+
+        jobs = self._jobs(list(prompts))
+        config = self.config
+
+        def end(ended: "Ended") -> None:
+            self._watch.ended(ended)
+            if on_end is not None:
+                on_end(ended)
+
+        scheduler = PrefillScheduler(
+            self._computer,
+            self.producer,
+            max_tokens=config.max_tokens,
+            chunk_size=config.chunk_size,
+            max_num_seqs=config.max_num_seqs,
+            timeout_s=config.deadline,
+            ignore_eos=config.ignore_eos,
+            prefix=self.tiers.prefix if self.tiers is not None else None,
+            on_end=end,
+        )
+        if not self._watched:
+            self._watched = True
+            self._watch.begin()
+        return scheduler.run(jobs)
+
+    def _jobs(self, prompts: "Sequence[str | Prompt | Job]") -> "list[Job]":
+        from pdtx.serving import Job
+
+        texts = [Prompt(prompt=one) if isinstance(one, str) and one else one for one in prompts]
+        wrong = next((one for one in texts if not isinstance(one, Prompt | Job)), None)
+        if wrong is not None:
+            raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {wrong!r}")
+        made = iter(named([one for one in texts if isinstance(one, Prompt)], self._num_prompts))
+        jobs = [one if isinstance(one, Job) else self._job(next(made)) for one in texts]
+        ids = set[str]()
+        for job in jobs:
+            if job.request_id in ids:
+                raise InputError(f"prompt id {job.request_id!r} is given twice")
+            ids.add(job.request_id)
+        self._num_prompts += len(jobs)
+        return jobs
+
+    def _job(self, prompt: Prompt) -> "Job":
+        from pdtx.runner import ModelRunner
+        from pdtx.serving import Job
+
+        model = self.model
+        if isinstance(model, ModelRunner):
+            tokens = prompt.tokens(lambda text: model.encode(text, self.config.chat))
+            return Job(str(prompt.id), tokens, prompt.load_features())
+        if prompt.token_ids is None or prompt.features is not None:
+            raise InputError(f"prompt {prompt.id} needs a model with weights; --synthetic takes token_ids only")
+        return Job(str(prompt.id), prompt.token_ids)
+
+    def document(self, rows: "Sequence[RequestRow]", command: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what `pdtx-prefill --json` prints of rows: the machine, the settings, the path, tiers and requests.
+
+        command: the command line to put into it. Tiers' counters are reported to on_note as well, a line each.
+        """
+        import msgspec
+
+        from pdtx.report import machine_facts
+
+        config, registration = self.config, self.producer.registration
+        return {
+            "version": 1,
+            "command": list(command),
+            "machine": machine_facts(),
+            "model": {
+                "name": self.model.name,
+                "fingerprint": self.model.fingerprint,
+                "dtype": config.model.dtype,
+            },
+            "layout": config.cache.layout,
+            "block_size": config.cache.block_size,
+            "tensor_parallel_size": config.cache.tensor_parallel_size,
+            "mover": {"name": config.transport.mover, "options": config.transport.mover_option or []},
+            "path": msgspec.to_builtins(self.producer.path),
+            "registered_bytes": registration.nbytes,
+            "registration_s": registration.seconds,
+            "tiers": self.tiers.report(self._note) if self.tiers is not None else [],
+            "requests": msgspec.to_builtins(list(rows)),
+        }

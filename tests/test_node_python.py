@@ -1,0 +1,326 @@
+"""Nodes started from plain Python: the examples of docs/nodes.md, two processes, and what is left when they end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from pdtx.engine import KVConsumer
+from pdtx.errors import AddressInUse, InputError, PdtxError, PeerUnreachable
+from pdtx.node import (
+    CacheConfig,
+    CaptureConfig,
+    DecodeConfig,
+    DecodeNode,
+    ModelConfig,
+    PrefillConfig,
+    PrefillNode,
+    Prompt,
+    TierConfig,
+)
+from pdtx.serving import Job
+from tests.engine_pair import wait_until
+from tests.ports import free_port
+from tests.tiny_models import tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(240)
+
+SHAPES = ModelConfig(synthetic="llama-3-8b", layers=2)
+TOKEN_BYTES = 2 * 2 * 8 * 128 * 2
+"""Of a token of SHAPES: layers, K and V, heads, channels, bytes each."""
+
+DOCS = Path(__file__).parents[1] / "docs" / "nodes.md"
+
+
+def decode_config(**changes: Any) -> DecodeConfig:  # noqa: ANN401
+    given: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "verify": True,
+        "model": SHAPES,
+        "cache": CacheConfig("flashinfer_hnd", 32, 33),
+    }
+    return DecodeConfig(**(given | changes))
+
+
+def prefill_config(address: str, **changes: Any) -> PrefillConfig:  # noqa: ANN401
+    given: dict[str, Any] = {"model": SHAPES, "cache": CacheConfig("flash_attn_nhd", 16, 65), "prefill_rate": 1e6}
+    return PrefillConfig(address, **(given | changes))
+
+
+@contextmanager
+def served(node: DecodeNode) -> Iterator[None]:
+    """Serve on a thread; what the thread raises is raised here."""
+    raised = list[BaseException]()
+
+    def run() -> None:
+        try:
+            node.run()
+        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        node.stop()
+        thread.join(60.0)
+    assert not thread.is_alive()
+    assert not raised
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No thread and no descriptor more than before. The first nodes of a process open what stays open for all."""
+    with DecodeNode(decode_config()) as node, served(node), PrefillNode(prefill_config(node.address)) as prefill:
+        prefill.run([Prompt(token_ids=[1])])
+    before = open_things()
+    yield
+    wait_until(lambda: all(now <= then for now, then in zip(open_things(), before, strict=True)), "nothing left open")
+
+
+def open_things() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+
+def program(text: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+
+
+def end_of(process: "subprocess.Popen[str]") -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_the_example_of_one_program_prints_what_the_page_says() -> None:
+    printed = DOCS.read_text().split("```\np0 ")[1].split("```")[0]
+    assert end_of(program(examples()[0])) == f"p0 {printed}"
+
+
+def test_the_example_of_two_programs() -> None:
+    _, decode, prefill = (
+        text.replace("127.0.0.1:5600", f"127.0.0.1:{port}") for port in [free_port()] for text in examples()
+    )
+    with program(decode) as receiver:
+        try:
+            assert receiver.stdout is not None
+            assert receiver.stdout.readline().startswith("listening on 127.0.0.1:")
+            assert end_of(program(prefill)) == "tcp [True, True]\n"
+            assert end_of(receiver) == "2 requests, 0 failed\n"
+        finally:
+            receiver.kill()
+
+
+_DECODE = dedent("""
+    import json, sys
+    from pathlib import Path
+    from pdtx.node import *
+    node = DecodeNode(DecodeConfig(
+        listen="127.0.0.1:0", verify=True, requests=3, model=ModelConfig(sys.argv[1], "float32", threads=1),
+        cache=CacheConfig("flashinfer_hnd", 32, 64),
+    ))
+    with node:
+        print(node.address, flush=True)
+        served = node.run()
+    print(json.dumps([served.requests, served.failed, sorted({"typer", "rich"} & set(sys.modules))]))
+""")
+_PREFILL = dedent("""
+    import json, sys
+    from pdtx.node import *
+    config = PrefillConfig(
+        sys.argv[2], max_tokens=8, ignore_eos=True, chunk_size=20, model=ModelConfig(sys.argv[1], "float32", threads=1),
+        cache=CacheConfig("flash_attn_nhd", 16, 64),
+    )
+    with PrefillNode(config) as node:
+        rows = node.run([Prompt(token_ids=list(range(n))) for n in (1, 33)] + ["some text"])
+    found = [[row.request_id, row.token_ids, row.wrong, row.error, row.nbytes] for row in rows]
+    print(json.dumps([found, sorted({"typer", "rich"} & set(sys.modules))]))
+""")
+
+
+def test_two_processes_with_a_model_know_nothing_of_a_command_line(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"token_ids": list(range(n))}) for n in (1, 33)) + "\nsome text\n")
+    same = ["--dtype", "float32", "--threads", "1", "--max-tokens", "8", "--ignore-eos", "--chunk-size", "20", "--json"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "pdtx", "generate", "--model", model, "--prompts", prompts, *same],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    expected = {row["request_id"]: row["token_ids"] for row in json.loads(alone.stdout)["requests"]}
+    command = [sys.executable, "-c"]
+    with subprocess.Popen([*command, _DECODE, model], stdout=subprocess.PIPE, text=True) as decode:
+        try:
+            assert decode.stdout is not None
+            address = decode.stdout.readline().strip()
+            done = subprocess.run(
+                [*command, _PREFILL, model, address], capture_output=True, text=True, timeout=120, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            rows, imported = json.loads(done.stdout)
+            assert imported == []
+            assert {name: tokens for name, tokens, *_ in rows} == expected
+            assert {(wrong, error) for _, _, wrong, error, _ in rows} == {(0, None)}
+            assert [nbytes for *_, nbytes in rows][:2] == [n * 3 * 2 * 2 * 16 * 4 for n in (1, 33)]
+            assert json.loads(decode.communicate(timeout=60)[0]) == [3, 0, []]
+        finally:
+            decode.kill()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_two_threads_and_nothing_is_left() -> None:
+    ended = list[str]()
+    notes = list[str]()
+    decode = DecodeNode(decode_config(), on_note=notes.append)
+    with decode, served(decode):
+        sender = prefill_config(decode.address)
+        with PrefillNode(sender, on_note=notes.append) as prefill:
+            jobs: list[Prompt | Job] = [
+                Prompt(token_ids=[7] * 40),
+                Job("mine", [1] * 33),
+                Prompt(id="named", token_ids=[2]),
+            ]
+            rows = prefill.run(jobs, on_end=lambda one: ended.append(one.row.request_id))
+            again = prefill.run([Prompt(token_ids=[3])])
+            document = prefill.document(rows, ["a", "b"])
+    assert [(row.request_id, row.nbytes, row.wrong, row.error) for row in rows] == [
+        ("p0", 40 * TOKEN_BYTES, 0, None),
+        ("mine", 33 * TOKEN_BYTES, 0, None),
+        ("named", TOKEN_BYTES, 0, None),
+    ]
+    assert sorted(ended) == ["mine", "named", "p0"]
+    assert [row.request_id for row in again] == ["p3"]
+    assert (document["command"], document["model"]["dtype"], len(document["requests"])) == (["a", "b"], "bfloat16", 3)
+    assert f"listening on {decode.address}" in notes[0]
+    assert "the payload goes over tcp" in notes[1]
+    assert notes[-1].endswith("served 4 requests, 0 of them failed")
+
+
+def test_tiers_and_a_capture(tmp_path: Path) -> None:
+    tiers = TierConfig(kv_offloading_size=1 / 64)
+    with DecodeNode(decode_config()) as decode, served(decode):
+        config = prefill_config(decode.address, tiers=tiers, capture=CaptureConfig(tmp_path / "captured"))
+        with PrefillNode(config) as prefill:
+            first = prefill.run([Prompt(token_ids=[5] * 64)])
+            second = prefill.run([Prompt(token_ids=[5] * 64 + [6])])
+            document = prefill.document(first + second)
+    assert (first[0].cached_tokens, second[0].cached_tokens, second[0].cached_from) == (0, 64, "cpu")
+    assert (first[0].wrong, second[0].wrong) == (0, 0)
+    assert [usage["name"] for usage in document["tiers"]] == ["cpu"]
+    assert len((tmp_path / "captured").read_text().splitlines()) == 3
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_wrong_plan_is_found() -> None:
+    node = DecodeNode(decode_config(inject_fault="token,head"))
+    with node, served(node), PrefillNode(prefill_config(node.address)) as prefill:
+        (row,) = prefill.run([Prompt(token_ids=list(range(40)))])
+    assert row.wrong
+    assert "elements are wrong" in str(row.error)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_start_that_fails_leaves_nothing_open() -> None:
+    with DecodeNode(decode_config()) as decode:
+        with pytest.raises(AddressInUse), DecodeNode(decode_config(listen=decode.address)):
+            pass
+        other = prefill_config(decode.address, model=ModelConfig(synthetic="llama-3-8b", layers=3))
+        with pytest.raises(PdtxError, match="incompatible peers"), PrefillNode(other):
+            pass
+    nobody = prefill_config(f"127.0.0.1:{free_port()}", connect_timeout=0.2)
+    with pytest.raises(PeerUnreachable), PrefillNode(nobody):
+        pass
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_closing_ends_a_run_before_anything_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened, close = list[str](), KVConsumer.close
+
+    def closes(consumer: KVConsumer) -> None:
+        happened.append("closed")
+        close(consumer)
+
+    monkeypatch.setattr(KVConsumer, "close", closes)
+    node = DecodeNode(decode_config(), on_note=happened.append)
+    results = list[Any]()
+    with node:
+        thread = threading.Thread(target=lambda: results.append(node.run()))
+        thread.start()
+        with PrefillNode(prefill_config(node.address)) as prefill:
+            prefill.run([Prompt(token_ids=[1])])
+        with pytest.raises(InputError, match=r"one run\(\) at a time"):
+            node.run()
+    thread.join(60.0)
+    assert [(found.requests, found.failed) for found in results] == [(1, 0)]
+    assert happened[-1] == "closed"
+    assert happened[-2].endswith(" served 1 requests, 0 of them failed")
+    node.close()
+    assert happened.count("closed") == 1
+
+
+def test_limits_count_anew_for_every_run() -> None:
+    class Set:
+        def is_set(self) -> bool:
+            return True
+
+    with DecodeNode(decode_config(requests=2)) as decode:
+        assert decode.run(stop=Set()).requests == 0
+        with PrefillNode(prefill_config(decode.address)) as prefill:
+            for limit, prompts in ((None, 2), (1, 1), (None, 2)):
+                sender = threading.Thread(target=prefill.run, args=([Prompt(token_ids=[1])] * prompts,))
+                before = decode.consumer.num_ended
+                sender.start()
+                assert decode.run(limit=limit).requests == before + prompts
+                sender.join(60.0)
+
+
+@pytest.mark.parametrize(
+    "run", [lambda: PrefillNode(prefill_config("h:1")).run(["a"]), lambda: DecodeNode(decode_config()).run()]
+)
+def test_a_node_that_is_not_started_says_so(run: Callable[[], object]) -> None:
+    with pytest.raises(InputError, match="not started; use it in a with statement"):
+        run()
+
+
+def test_prompts_that_cannot_be_used_are_refused() -> None:
+    with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
+        wrong: list[tuple[list[Any], str]] = [
+            (["text"], "prompt p0 needs a model with weights; --synthetic takes token_ids only"),
+            ([""], "a prompt is a text that is not empty, a Prompt or a Job, not ''"),
+            ([[1, 2]], r"not \[1, 2\]"),
+            ([Job("p0", [1]), Prompt(token_ids=[1]), Job("p0", [2])], "prompt id 'p0' is given twice"),
+            ([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[1])], "prompt id 'a' is given twice"),
+        ]
+        for prompts, words in wrong:
+            with pytest.raises(InputError, match=words):
+                prefill.run(prompts)
+        with pytest.raises(InputError, match="started already"):
+            prefill.__enter__()
+        with pytest.raises(InputError, match="started already"):
+            decode.__enter__()
+        assert prefill.run([Prompt(token_ids=[1])])[0].ok
+
+
+def test_capture_tokens_without_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PDTX_CAPTURE", raising=False)
+    with DecodeNode(decode_config()) as decode:
+        config = prefill_config(decode.address, capture=CaptureConfig(capture_tokens=True))
+        with pytest.raises(InputError, match="--capture-tokens is for a capture"), PrefillNode(config):
+            pass
