@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from pdtx.cache import CallerBlocks, CallerTables
+from pdtx.cache import CacheGroup, CallerBlocks, CallerTables, ForeignBuffer, KVCaches
 from pdtx.cache.codes import POISON
 from pdtx.engine import Arrived, KVConsumer, KVProducer, OutboundRequest
 from pdtx.errors import (
@@ -22,7 +22,19 @@ from pdtx.errors import (
 )
 from pdtx.layout import KVCacheLayout, Layout
 from pdtx.transports import make_mover
-from tests.engine_pair import OPEN, PATIENCE_S, bits, caches_of, describe, make_cache, settle, wait_until
+from tests.engine_pair import (
+    OPEN,
+    PATIENCE_S,
+    Pair,
+    begin,
+    bits,
+    caches_of,
+    describe,
+    make_cache,
+    settle,
+    ship,
+    wait_until,
+)
 
 TOKENS = 40
 
@@ -300,3 +312,23 @@ def test_two_requests_may_share_blocks_of_a_cached_prefix() -> None:
             assert callers.arrived().error is None
             callers.require_equal(request, [5, 4 if name == "a" else 6], start=32)
             assert callers.ended() is request
+
+
+def test_foreign_memory_with_a_pool_of_pdtx_is_poisoned_block_by_block_as_it_is_granted() -> None:
+    """What lay there before, in blocks that no request names, stays."""
+    source = caches_of(make_cache(num_blocks=12))
+    spec, names = source.buffers[0].spec, source.buffers[0].layer_names
+    memory = torch.full((source.nbytes,), 0x11, dtype=torch.uint8)
+    group = CacheGroup("full", "full", 16, 12, spec)
+    foreign = KVCaches.over([group], [ForeignBuffer("full", "full", spec, "flash_attn_hnd", names, 12, memory)])
+    with Pair(source, foreign) as pair:
+        for number in range(3):
+            request = begin(pair.producer, TOKENS, f"r{number}")
+            ship(pair.producer, request)
+            pair.finish(pair.next_ready())
+            assert pair.producer.wait(request).text == "done"
+        used = {int(block) for block in range(12) if bool((foreign.buffers[0].canonical(
+            0, torch.tensor([block]), 0, 16) != 0x11).any())}  # fmt: skip
+        assert used
+        assert 0 not in used
+        assert len(used) < 11

@@ -176,8 +176,28 @@ class InboundControl:
         """Grant blocks to waiting requests, first come first served, as long as there are enough in every group."""
         while self.closing is None and self.queue is not None and (request := self.queue.next()) is not None:
             request.go(InboundState.LOADING)
-            if not self.effects.load(request):
-                self._grant(request, Fetched())
+            if self._scrubs and not self.cache.owned:
+                self._scrub_first(request)
+            else:
+                self._load(request)
+
+    def _load(self, request: InboundRequest) -> None:
+        if not self.effects.load(request):
+            self._grant(request, Fetched())
+
+    def _scrub_first(self, request: InboundRequest) -> None:
+        """Fill blocks of memory that others own with poison only now that a request names them."""
+        blocks = request.blocks
+        if blocks is not None:
+            self.pool.hold(blocks)  # whatever becomes of the request meanwhile
+            ids = [own.ids for own in blocks.groups]
+            self.effects.scrub(ids, partial(self._on_scrubbed_first, request, blocks))
+
+    def _on_scrubbed_first(self, request: InboundRequest, blocks: GroupBlocks) -> None:
+        self._put_back(self.pool.release_hold(blocks))
+        if request.state is InboundState.LOADING:
+            self._load(request)
+        self.grant_queued()
 
     def on_loaded(self, request: InboundRequest, fetched: Fetched | PdtxError) -> None:
         """What the tiers have of a prompt is in its blocks; or they may still write into them, which fails it."""
@@ -301,7 +321,7 @@ class InboundControl:
         """Let blocks be granted again, after they have been filled with poison where that is asked for."""
         if not any(map(len, ids)):
             return
-        if self._scrubs:
+        if self._scrubs and self.cache.owned:
             self.effects.scrub(ids, partial(self._on_scrubbed, ids))
         else:
             self.pool.put_back(ids)
