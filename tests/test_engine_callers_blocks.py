@@ -70,7 +70,6 @@ class Callers:
             sources, describe(sources), make_mover(mover), blocks=CallerBlocks(sources.groups, self.freed.append)
         )
         self.producer.connect(address, security=OPEN)
-        self.producer.poll()  # from now on
 
     def __enter__(self) -> "Callers":
         return self

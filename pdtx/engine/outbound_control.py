@@ -70,7 +70,8 @@ class OutboundControl:
         self.cache, self.pool, self.effects = cache, pool, effects
         self.requests: dict[str, OutboundRequest] = {}  # those without an outcome
         self.draining: dict[OutboundRequest, None] = {}  # those whose blocks are still being read
-        self.ended: list[OutboundRequest] | None = None  # for poll(), once somebody polls
+        # For poll(): of callers who need it to get their blocks back, and of others once they have polled.
+        self.ended: list[OutboundRequest] | None = [] if isinstance(pool, CallerBlocks) else None
         self.session = OutboundSession()
 
     # -- the session --------------------------------------------------------------------------------------------------
