@@ -369,3 +369,23 @@ def test_what_has_not_arrived_or_was_not_verified_is_not_kept() -> None:
         assert torch.equal(bits(arrived(pair.destination, ready)), bits(sent.data))
         pair.finish(ready, verify=False)
         prefix.close()
+
+
+@pytest.mark.parametrize("answered", [0, 3])
+def test_a_state_that_went_on_to_the_answer_is_not_kept_as_the_prompts(answered: int) -> None:
+    def caches(layout: str, size: int) -> KVCaches:
+        return join([attention(FullAttentionSpec, "full", layout, size, num_blocks=20)], [states()])
+
+    with Pair(caches("flash_attn_nhd", 16), caches("flashinfer_hnd", 32), prefix=with_tier) as pair:
+        prefix = pair.consumer.prefix
+        assert prefix is not None
+        request = begin(pair.producer, 64)
+        wait_until(lambda: request.grant is not None, "the grant")
+        produce(pair.producer, request, [64])
+        ready = pair.next_ready()
+        pair.consumer.verify(ready)
+        kept = pair.consumer.keep(ready, [*ready.ask.token_ids, *range(answered)])
+        assert kept is not None
+        assert [len(places) for places in kept.result(10).places] == [2, 0 if answered else 1]
+        pair.finish(ready, verify=False)
+        prefix.close()

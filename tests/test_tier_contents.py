@@ -23,7 +23,9 @@ from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.disk import DiskTier
 from pdtx.tiers.files import Header, file_bytes
 from pdtx.tiers.geometry import tier_caches
+from pdtx.tiers.outcome import Outcome
 from pdtx.tiers.prefix import PrefixCache, Request
+from pdtx.tiers.shelved import Wanted
 from pdtx.tiers.stack import TierStack
 from tests.engine_pair import attention, join, latent, make_cache, states
 from tests.test_tier_peer import keys, served
@@ -202,8 +204,8 @@ def test_hashes_go_down_and_come_up_with_their_blocks_and_are_not_made_anew(tmp_
         # What arrives is not what was stored: the memory must not take its hash for right.
         move = lower._move_out
 
-        def spoil(side: Side, wanted: object, done: object) -> None:
-            move(side, wanted, done)  # type: ignore[arg-type]
+        def spoil(side: Side, wanted: Wanted, done: Outcome) -> None:
+            move(side, wanted, done)
             buffer, table = cache.buffers[0], torch.as_tensor(side.tables[0])
             rows = buffer.canonical(0, table, 0, BLOCK)
             buffer.write_canonical(0, table, 0, rows ^ 1)
