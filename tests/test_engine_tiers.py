@@ -381,7 +381,7 @@ def test_a_state_that_went_on_to_the_answer_is_not_kept_as_the_prompts(answered:
         assert prefix is not None
         request = begin(pair.producer, 64)
         wait_until(lambda: request.grant is not None, "the grant")
-        produce(pair.producer, request, [64])
+        produce(pair.producer, request, [20])
         ready = pair.next_ready()
         pair.consumer.verify(ready)
         kept = pair.consumer.keep(ready, [*ready.ask.token_ids, *range(answered)])

@@ -199,23 +199,36 @@ def test_hashes_go_down_and_come_up_with_their_blocks_and_are_not_made_anew(tmp_
     stack.close()
     upper, lower = cpu(cache, tmp_path), disk(cache, tmp_path)
     assert known(lower, cache) == meant(cache, 0)
-    again, into = TierStack([upper, lower]), Side(cache, tables_of(cache, 9))
+    again, target = TierStack([upper, lower]), Side(cache, tables_of(cache, 9))
     with again.lookup(PrefixCache(cache, again, FINGERPRINT).keys(TOKENS), (PLACES,)) as lease:
         # What arrives is not what was stored: the memory must not take its hash for right.
         move = lower._move_out
 
-        def spoil(side: Side, wanted: Wanted, done: Outcome) -> None:
-            move(side, wanted, done)
-            buffer, table = cache.buffers[0], torch.as_tensor(side.tables[0])
+        def spoil(into: Side, wanted: Wanted, done: Outcome) -> None:
+            move(into, wanted, done)
+            buffer, table = cache.buffers[0], torch.as_tensor(into.tables[0])
             rows = buffer.canonical(0, table, 0, BLOCK)
             buffer.write_canonical(0, table, 0, rows ^ 1)
 
         lower._move_out = spoil  # type: ignore[method-assign]
-        assert not lease.load(into, (PLACES,)).result(20).failed
+        assert not lease.load(target, (PLACES,)).result(20).failed
     assert sum(group.stored.blocks for group in upper.usage().groups) == BLOCKS
     assert known(upper, cache) == meant(cache, 0)
-    assert hash_contents(into, BLOCK, 0, PLACES)[0] != meant(cache, 0)[0]
+    assert hash_contents(target, BLOCK, 0, PLACES)[0] != meant(cache, 0)[0]
     again.close()
+
+
+def test_what_is_evicted_takes_its_hash_along(tmp_path: Path) -> None:
+    cache = plain()
+    per_block = cache.buffers[0].bytes_per_position * cache.buffers[0].num_layers * BLOCK
+    memory, below = cpu(cache, tmp_path, nbytes=(BLOCKS + 1) * per_block), disk(cache, tmp_path)
+    stack = TierStack([memory, below], write="back")
+    put(stack, hashed(filled(cache)))
+    others = PrefixCache(cache, stack, FINGERPRINT).keys([7, *TOKENS[1:]])
+    assert not stack.store(others, filled(cache), (PLACES,), FENCE).result(20).failed
+    assert sum(group.evicted.blocks for group in memory.usage().groups) == BLOCKS
+    assert known(below, cache) == meant(cache, 0)
+    stack.close()
 
 
 def older(folder: Path) -> int:
