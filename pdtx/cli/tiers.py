@@ -131,7 +131,7 @@ def open_tiers(
     if options.peer is not None:
         peer = _peer_tier(options.peer, cache, runner, tokens, security, mover, mover_options, costs)
         stack.callback(peer.close)
-    # Who reads this node's tier may want to verify it.
+    # Nodes that read this tier may want to verify what they load.
     prefix = PrefixCache(
         cache, own, fingerprint, peers=[peer] if peer is not None else [], hashed=served_at is not None
     )
