@@ -370,3 +370,41 @@ def test_what_has_not_arrived_or_was_not_verified_is_not_kept() -> None:
         assert torch.equal(bits(arrived(pair.destination, ready)), bits(sent.data))
         pair.finish(ready, verify=False)
         prefix.close()
+
+
+@pytest.mark.parametrize("answered", [0, 3])
+def test_a_state_that_went_on_to_the_answer_is_not_kept_as_the_prompts(answered: int) -> None:
+    def caches(layout: str, size: int) -> KVCaches:
+        return join([attention(FullAttentionSpec, "full", layout, size, num_blocks=20)], [states()])
+
+    with Pair(caches("flash_attn_nhd", 16), caches("flashinfer_hnd", 32), prefix=with_tier) as pair:
+        prefix = pair.consumer.prefix
+        assert prefix is not None
+        request = begin(pair.producer, 64)
+        wait_until(lambda: request.grant is not None, "the grant")
+        produce(pair.producer, request, [20])
+        ready = pair.next_ready()
+        pair.consumer.verify(ready)
+        kept = pair.consumer.keep(ready, [*ready.ask.token_ids, *range(answered)])
+        assert kept is not None
+        assert [len(places) for places in kept.result(10).places] == [2, 0 if answered else 1]
+        pair.finish(ready, verify=False)
+        prefix.close()
+
+
+def test_a_copy_on_another_rank_that_differs_in_a_block_from_a_tier_is_found() -> None:
+    def caches(layout: str, size: int, tp_size: int) -> KVCaches:
+        return join([attention(FullAttentionSpec, "full", layout, size, heads=1, num_blocks=20, tp_size=tp_size)])
+
+    source, destination = caches("flash_attn_nhd", 16, 1), caches("flashinfer_hnd", 32, 2)
+    with Saved(source, destination, 70, 64) as saved:
+        _, ready, _ = saved.run()
+        first, before = destination.buffers[0].ranks[0].memory, destination.buffers[0].ranks[0].memory.clone()
+        flip(destination, ready.tables, "full", 40)
+        first.copy_(before)  # rank 1 keeps the bit
+        with pytest.raises(VerificationError, match=r"positions 0\.\.70: 1 elements differ between ranks"):
+            saved.pair.consumer.verify(ready)
+        flip(destination, ready.tables, "full", 40)
+        first.copy_(before)
+        destination.buffers[0].ranks[1].memory.copy_(before)
+        saved.pair.finish(ready)

@@ -351,6 +351,39 @@ def test_a_decode_node_reads_the_prefill_nodes_tier(folder: Path, kind: str) -> 
             wait_until(lambda: server.num_lent == 0, "what was lent is given back")
 
 
+def test_a_block_that_changed_in_a_peers_tier_is_found(folder: Path) -> None:
+    runner = runner_of(folder, "llama")
+    source, destination = caches_of(runner)
+    with ExitStack() as stack:
+        serving, reading = make_mover("tcp"), make_mover("tcp")
+        stack.callback(serving.close)
+        spare = runner.make_cache(block_size=32, num_blocks=40)
+        with nodes(runner, prefill=True, served=True, caches=(source, spare)) as first:
+            assert first.prefill is not None
+            tier = first.prefill.tier
+            assert isinstance(tier, CpuTier)
+            description = describe_cache(tier.cache, model=runner.name, fingerprint=runner.fingerprint)
+            server = TierServer(tier, description, serving)
+            stack.callback(server.close)
+            address = server.listen("127.0.0.1:0", security=OPEN)
+            first.answer(FIRST)
+            first.settle()
+            keys = first.prefill.keys(FIRST)
+            with tier.lookup(keys, (np.array([1]),)) as lease:
+                (buffer,), table = tier.cache.buffers, torch.as_tensor(lease.tables(0)[1:])
+                rows = buffer.canonical(1, table, 9, 10)
+                rows[1, 0, 1, 5] ^= 1
+                buffer.write_canonical(1, table, 9, rows)
+            here = describe_cache(destination, model=runner.name, fingerprint=runner.fingerprint)
+            peer = PeerTier(address, destination, here, reading, block_tokens=BLOCK, security=OPEN)
+            other = runner.make_cache(layout="flash_attn_hnd", block_size=16, num_blocks=40)
+            with nodes(runner, caches=(other, destination), peers=[peer]) as second:
+                (row,) = second.ask(FIRST)
+                second.settle()
+        assert row.wrong
+        assert "1 of 3 blocks from tier peer are wrong; first: buffer full block 1 (tokens 32..64)" in (row.error or "")
+
+
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_what_an_earlier_process_kept_on_disk_is_loaded(folder: Path, tmp_path: Path, write: str) -> None:
     runner = runner_of(folder, "gemma3_text")

@@ -156,9 +156,9 @@ class Tier(ABC):
         """Take copies of blocks, in the background, once fence() has returned; those that are here count as present.
 
         fence: of what writes the blocks; unfenced is refused. source: its hold is taken here, until the last byte is
-        copied, so that nobody else gets the blocks meanwhile. A block for which there is no room fails, and so does one
-        of which a part is a null block. Raises TierBusy where the tier has too much to do already; TierError as
-        lookup() does, and without a fence or a hold; StaleBlocks for blocks that have been freed.
+        copied, so that no other request gets the blocks meanwhile. A block for which there is no room fails, and so
+        does one of which a part is a null block. Raises TierBusy where the tier has too much to do already;
+        TierError as lookup() does, and without a fence or a hold; StaleBlocks for blocks that have been freed.
         """
 
     @abstractmethod
