@@ -227,8 +227,8 @@ class KVProducer:
     def poll(self) -> list[OutboundRequest]:
         """Return requests that have ended since the last call, and whose blocks nothing reads any more.
 
-        Each of them once: error says why it failed, finished how it ended well. With a pool of the producer's own, those
-        that ended before the first call are not among them.
+        Each of them once: error says why it failed, finished how it ended well. With a pool of the producer's own,
+        those that ended before the first call are not among them.
         """
         return self.control.call(self.core.take_ended)
 
