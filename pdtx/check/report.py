@@ -1,5 +1,6 @@
 """What a check has found, as numbers and as short lines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdtx.cache.verify import Coordinate
@@ -55,8 +56,10 @@ class WrongRun:
             return "no row of the source holds this value"
         if self.elements == 1:
             return f"holds the value of {self.source}"
-        name = str(self.source) if self.scattered or self.first.channel else self.source.row
-        return f"mixed values, the first that of {name}" if self.scattered else f"the values of {name} on"
+        if self.scattered:
+            return f"values from several places, the first that of {self.source}"
+        name = str(self.source) if self.source.channel else self.source.row
+        return f"the values of {name}{'' if self.first.row == self.last.row else ' on'}"
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,17 @@ class TransferReport:
     """What a check has found.
 
     compared: elements looked at, of all destination ranks. wrong: of these, elements that are not the source's;
-    never_written: of these, those that still are poison. stray_bytes: bytes of the destination's memory that were
-    changed outside of the blocks named. spilled: elements that were written inside the blocks named, before or after
-    the positions asked for; an error only if exact. source_changed: elements of the source that are not what they were.
+    wrong_in: how many of them are in each layer's keys, values or records, by "layer 0 K". never_written: of wrong, those
+    that still are poison. stray_bytes: bytes of the destination's memory that were changed outside of the blocks named.
+    spilled: elements that were written inside the blocks named, before or after the positions asked for; an error only
+    if exact. source_changed: elements of the source that are not what they were.
     runs: the first of num_runs runs of wrong elements. strays: the first of num_strays runs of stray bytes.
     calls: how often move was called.
     """
 
     compared: int
     wrong: int
+    wrong_in: Mapping[str, int]
     never_written: int
     stray_bytes: int
     spilled: int
@@ -126,8 +131,12 @@ class TransferReport:
         return ", ".join(words)
 
     def lines(self, limit: int = _SHOWN) -> list[str]:
-        """Return the summary, then at most limit wrong runs and limit strays, a line each."""
+        """Return the summary, where elements are wrong, then at most limit wrong runs and limit strays, a line each."""
         found = [self.summary]
+        if self.wrong_in:
+            names = list(self.wrong_in)
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            found.append(f"  wrong in {', '.join(names[:limit])}{more}")
         for what, shown, total in (("wrong runs", self.runs, self.num_runs), ("strays", self.strays, self.num_strays)):
             found += [f"  {one}" for one in shown[:limit]]
             if total > limit:

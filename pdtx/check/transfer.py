@@ -68,6 +68,7 @@ def check_transfer(
     return TransferReport(
         compared=seen.compared,
         wrong=wrong.elements,
+        wrong_in=wrong.parts,
         never_written=wrong.never_written,
         stray_bytes=watch_total,
         spilled=check.spilled,
@@ -90,6 +91,7 @@ class _Wrong:
     elements: int = 0
     never_written: int = 0
     num_runs: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
     runs: list[WrongRun] = field(default_factory=list)
 
     def add(self, at: RankLayer, held: Int64s) -> None:
@@ -97,6 +99,9 @@ class _Wrong:
         own, channels = at.own, held.shape[-1]
         wrong = held != own
         self.elements += int(wrong.sum())
+        for kv in np.flatnonzero(wrong.any((1, 2, 3))):
+            name = at.name(int(kv))
+            self.parts[name] = self.parts.get(name, 0) + int(wrong[kv].sum())
         self.never_written += int((wrong & (held == NEVER_WRITTEN)).sum())
         found = row_runs(held.reshape(-1, channels), own.reshape(-1, channels), at.pieces)
         self.num_runs += len(found)
