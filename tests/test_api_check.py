@@ -73,8 +73,9 @@ def test_a_right_move_is_clean_and_called_once(caches: Caches) -> None:
     assert report.compared == LAYERS * 2 * TOKENS * HEADS * CHANNELS
     assert (report.wrong, report.stray_bytes, report.source_changed, report.runs) == (0, 0, 0, ())
     report.raise_if_wrong()
-    # Whole blocks were moved: the last one is not full.
-    assert report.spilled == LAYERS * 2 * (len(DESTINATION) * BLOCK - TOKENS) * HEADS * CHANNELS
+    # Whole blocks were moved: the last one is not full. By chance a value of one byte is what was there before.
+    beside = LAYERS * 2 * (len(DESTINATION) * BLOCK - TOKENS) * HEADS * CHANNELS
+    assert beside * (1 if caches.here.itemsize > 1 else 0.95) <= report.spilled <= beside
     assert not caches.check(caches.right, exact=True).ok
 
 
@@ -89,8 +90,8 @@ def test_a_block_in_another_s_place_is_one_run_a_layer_and_part(caches: Caches) 
     assert where(first.source) == (0, 0, BLOCK, 0, 0)
     assert (first.block, first.elements, first.scattered) == (DESTINATION[0], BLOCK * HEADS * CHANNELS, False)
     assert str(first) == (
-        f"layer 0 K token 0 head 0 to token 7 head 3 (block 2), {first.elements} elements: the values of layer 0 K token 8 "
-        "head 0 on"
+        f"layer 0 K token 0 head 0 to token 7 head 3 (block 2), {first.elements} elements: "
+        "the values of layer 0 K token 8 head 0 on"
     )
 
 
@@ -199,7 +200,7 @@ def test_once_looks_for_rows(caches: Caches) -> None:
     assert second.source is None
     # By chance an element of few bits may be what it should be.
     assert CHANNELS - 2 <= first.elements <= CHANNELS
-    assert caches.broken(moved).calls > 2 - (caches.here.itemsize == 4)
+    assert caches.broken(moved).calls > 1
 
 
 def test_once_knows_poison_and_values_of_several_rows() -> None:
@@ -211,7 +212,7 @@ def test_once_knows_poison_and_values_of_several_rows() -> None:
     report = caches.broken(breaking, once=True)
     assert report.runs[0].source is None
     report = caches.check(lambda ours, theirs: None, once=True)
-    assert report.wrong == report.never_written == report.compared
+    assert report.compared * 0.95 < report.wrong == report.never_written  # by chance some are what they should be
 
 
 def test_a_move_that_is_wrong_only_once_is_wrong() -> None:
@@ -242,7 +243,7 @@ def test_bytes_in_other_blocks_are_strays(caches: Caches, block: int) -> None:
     at = caches.there[1, block, 1, 2, 3].data_ptr() - caches.there.data_ptr() + 1
     assert (report.strays[0].offset, report.strays[0].nbytes) == (at, 3)
     assert f"layer 1 block {block}:" in str(report.strays[0])
-    with pytest.raises(pdtx.VerificationError, match="3 stray bytes; first: .*outside of the blocks named"):
+    with pytest.raises(pdtx.VerificationError, match=r"3 stray bytes.*; first: .*outside of the blocks named"):
         report.raise_if_wrong()
 
 
@@ -276,7 +277,7 @@ def test_nothing_but_the_blocks_named_is_written_in_memory_of_others(caches: Cac
 
 def test_a_source_that_changes_is_wrong(caches: Caches) -> None:
     def changing() -> None:
-        caches.here[0, 0, SOURCE[1], 2, 1, 5].view(torch.uint8).add_(1)
+        caches.here[0, 0, SOURCE[1], 2, 1, 5:6].view(torch.uint8)[:1] += 1
 
     report = caches.broken(changing)
     assert not report.ok
@@ -353,42 +354,36 @@ def tables_of(cache: pdtx.Cache, tokens: int, seed: int) -> dict[str, list[int]]
         ("llama-3-8b", 1, ("flashinfer_hnd", "flash_attn_nhd"), (32, 16), (2, 16), 40),
         ("gemma-3-27b", 6, ("flash_attn_nhd", "flashinfer_hnd"), (16, 32), (1, 2), 1100),
         ("deepseek-v3", 1, ("mla", "mla_lbnhc"), (64, 64), (1, 2), 70),
-        ("jamba", 8, ("flash_attn_nhd", "flashinfer_hnd,mamba_ds"), (16, 16), (1, 1), 20),
+        ("jamba", 6, ("flash_attn_nhd", "flashinfer_hnd,mamba_ds"), (16, 16), (1, 1), 20),
     ],
 )
 def test_plans_of_every_kind_of_cache_are_clean_and_a_broken_one_is_not(
     model: str, layers: int, layouts: tuple[str, str], sizes: tuple[int, int], tps: tuple[int, int], tokens: int
 ) -> None:
-    if model not in presets():
-        pytest.skip(f"no preset {model}")
-    sides = [
+    source, destination = (
         pdtx.cache_of(pdtx.spec_of(model, num_layers=layers, block_size=size), layout, num_blocks=90, tp_size=tp)
         for layout, size, tp in zip(layouts, sizes, tps, strict=True)
-    ]
-    tables = [tables_of(side, tokens, seed) for seed, side in enumerate(sides)]
+    )
+    tables = [tables_of(side, tokens, seed) for seed, side in enumerate((source, destination))]
     options: dict[str, Any] = {"source_blocks": tables[0], "destination_blocks": tables[1], "tokens": tokens}
-    report = pdtx.check_transfer(*sides, lambda ours, theirs: by_plan(*sides, tables, tokens), **options)
+    report = pdtx.check_transfer(
+        source, destination, lambda *_: by_plan(source, destination, tables, tokens), **options
+    )
     assert report.ok, str(report)
     assert report.compared
 
     def broken(ours: object, theirs: object) -> None:
-        by_plan(*sides, tables, tokens)
-        last = sides[1].buffers[-1]
-        name = sides[1].groups[last.group].name
+        by_plan(source, destination, tables, tokens)
+        last = destination.buffers[-1]
+        name = destination.groups[last.group].name
         page = last.layout.block_steps([tables[1][name][-1]])
         part = last.layout.parts[0]
         at = part.offset + int(page[0]) * part.layout.stride("block")
         last.ranks[-1].memory[at] ^= 1  # token 0 of the last block, on the last rank alone
 
-    report = pdtx.check_transfer(*sides, broken, **options)
+    report = pdtx.check_transfer(source, destination, broken, **options)
     assert (report.wrong, report.num_runs) == (1, 1)
     assert report.runs[0].rank == tps[1] - 1
-
-
-def presets() -> tuple[str, ...]:
-    from pdtx.models import preset_names
-
-    return preset_names()
 
 
 def test_layers_of_two_buffers_exchanged_are_found() -> None:

@@ -83,10 +83,10 @@ class TransferReport:
     """What a check has found.
 
     compared: elements looked at, of all destination ranks. wrong: of these, elements that are not the source's;
-    wrong_in: how many of them are in each layer's keys, values or records, by "layer 0 K". never_written: of wrong, those
-    that still are poison. stray_bytes: bytes of the destination's memory that were changed outside of the blocks named.
-    spilled: elements that were written inside the blocks named, before or after the positions asked for; an error only
-    if exact. source_changed: elements of the source that are not what they were.
+    wrong_in: how many of them are in each layer's keys, values or records, by "layer 0 K". never_written: of wrong,
+    those that still are poison. stray_bytes: bytes of the destination's memory that were changed outside of the blocks
+    named, padding among them. spilled: elements that were written inside the blocks named, before or after the
+    positions asked for; an error only if exact. source_changed: elements of the source that are not what they were.
     runs: the first of num_runs runs of wrong elements. strays: the first of num_strays runs of stray bytes.
     calls: how often move was called.
     """

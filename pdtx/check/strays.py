@@ -74,6 +74,10 @@ class MemoryWatch:
         buffer, rank = self._memories[number]
         at = locate_byte(buffer.layout, offset)
         block = at["block"] // buffer.layout.blocks_per_manager_block
-        prefix = f"rank {rank} " if buffer.tp_size > 1 else ""
-        name = buffer.layer_names[at["layer"]]
-        return Stray(rank, offset, nbytes, f"{prefix}buffer {buffer.name} layer {at['layer']} ({name}) block {block}")
+        pair = next((pair for pair in self._pairs if pair.destination is buffer), None)
+        name, padding = f"buffer {buffer.name}", ""
+        if pair is not None:
+            name = pair.naming(buffer, pair.there.group).where
+            padding = "padding of " if block in pair.there.named else ""
+        words = [f"rank {rank}" if buffer.tp_size > 1 else "", name, f"layer {at['layer']} {padding}block {block}"]
+        return Stray(rank, offset, nbytes, " ".join(word for word in words if word))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,17 +22,20 @@ from pdtx.check.strays import MemoryWatch
 from pdtx.plan.runs import Int64s
 
 Bools = npt.NDArray[np.bool_]
-Move = Callable[[Tables, Tables], object]
-"""move(source_blocks, destination_blocks): called with the tables as they were given; what it returns is not used."""
+SourceTables = TypeVar("SourceTables", bound=Tables)
+DestinationTables = TypeVar("DestinationTables", bound=Tables)
+
+_NOBODY = 0x51
+"""What an owned source holds outside of the blocks named: no byte of poison."""
 
 
 def check_transfer(
     source: KVCaches,
     destination: KVCaches,
-    move: Move,
+    move: Callable[[SourceTables, DestinationTables], object],
     *,
-    source_blocks: Tables,
-    destination_blocks: Tables,
+    source_blocks: SourceTables,
+    destination_blocks: DestinationTables,
     tokens: int | range,
     exact: bool = False,
     once: bool = False,
@@ -51,8 +55,8 @@ def check_transfer(
     times, until each wrong element's true source is known; else whole rows are looked for, and single elements are not.
     max_runs: wrong runs, and strays, to name.
 
-    Nothing but the blocks named is written in memory that others own; the destination's other memory is poisoned only
-    where it was allocated here, and elsewhere compared with what it was.
+    Nothing but the blocks named is written in memory that others own; the destination's other memory is compared with
+    what it was. Caches that were allocated here are overwritten as a whole.
     Raises InputError where the two caches cannot be compared or blocks do not fit, and what move raises.
     """
     pairs = pair_caches(source, destination, source_blocks, destination_blocks, tokens)
@@ -204,6 +208,10 @@ class _Check:
 
     def _fill(self, words: Callable[[BufferPair], WordsOf]) -> None:
         for pair in self._pairs:
+            if pair.source.owned:
+                # Other bytes than the destination has, so that a copy of what belongs to no request shows.
+                for rank in pair.source.ranks:
+                    rank.memory.fill_(_NOBODY)
             blocks, whole = on_device(pair.here.table, pair.source), pair.here.whole
             for layer in range(pair.source.num_layers):
                 rows = word_rows(words(pair), layer, whole, pair.parts)
