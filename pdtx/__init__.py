@@ -117,15 +117,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return import_module(f"pdtx.{name}")
-    if name not in _NAMES:
-        raise AttributeError(f"module 'pdtx' has no attribute {name!r}; its public names are in docs/python.md")
-    module, attribute = _NAMES[name]
-    found: object = getattr(import_module(module), attribute)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return import_module(f"pdtx.{name}")
+        if name not in _NAMES:
+            raise AttributeError(f"module 'pdtx' has no attribute {name!r}; its public names are in docs/python.md")
+        module, attribute = _NAMES[name]
+        found: object = getattr(import_module(module), attribute)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

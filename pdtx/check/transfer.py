@@ -222,8 +222,7 @@ class _Check:
             for buffer in self._destination.buffers:
                 buffer.poison()
             return
-        for number, group in enumerate(self._destination.groups):
-            named = next(pair.there.named for pair in self._pairs if pair.there.group is group)
+        for number, named in {pair.destination.group: pair.there.named for pair in self._pairs}.items():
             self._destination.poison(number, named)
 
     def _call(self) -> None:
