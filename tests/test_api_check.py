@@ -117,6 +117,24 @@ def test_a_head_that_was_left_out_is_poison(caches: Caches) -> None:
     assert "never written, still poison" in str(report)
 
 
+def test_runs_end_where_a_row_is_right_and_where_a_block_or_a_part_ends(caches: Caches) -> None:
+    report = caches.check(lambda ours, theirs: None)
+    # Nothing was written: one run for each layer, part and block.
+    assert [(run.first.layer, run.first.kv, run.block) for run in report.runs] == [
+        (layer, kv, block) for layer in range(LAYERS) for kv in range(2) for block in DESTINATION
+    ]
+    assert report.wrong == report.never_written == report.compared
+
+    def gap() -> None:
+        for token in (1, 3):
+            caches.there[0, DESTINATION[0], 0, :, token] = caches.there[0, DESTINATION[0], 0, :, token + 3].clone()
+
+    report = caches.broken(gap)
+    assert [(run.first.token, run.last.token, run.elements) for run in report.runs] == [
+        (token, token, HEADS * CHANNELS) for token in (1, 3)
+    ]
+
+
 def test_one_element_of_another_channel_is_named(caches: Caches) -> None:
     def shifted() -> None:
         caches.element(1, 0, 13, 2)[5] = caches.element(0, 1, 17, 3)[9]
