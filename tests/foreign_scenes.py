@@ -7,6 +7,8 @@ import torch
 
 from pdtx.cache import CacheGroup, ForeignBuffer, KVCaches, Memory, group_kind
 from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from pdtx.transports import Region, Registration, make_mover
+from tests.engine_pair import WrappedMover
 
 GUARD = 64
 """Bytes before and behind a cache that nothing may touch."""
@@ -95,3 +97,26 @@ def hybrid_over(
 def hybrid_bytes(num_blocks: int, layers: int = 3, block_size: int = 4) -> int:
     """Bytes of the memory of hybrid_over."""
     return layers * num_blocks * 2 * 2 * 8 * 2 * block_size
+
+
+def group_of(spec: KVCacheSpec, num_blocks: int = 6, name: str = "g") -> CacheGroup:
+    """A group with a pool of its own for layers of a spec."""
+    kind = group_kind(spec)
+    return CacheGroup(name, kind, 1 if kind == "state" else spec.block_size, num_blocks, spec)
+
+
+def ids(*block_ids: int) -> torch.Tensor:
+    """Block ids as buffers take them."""
+    return torch.tensor(block_ids, dtype=torch.int64)
+
+
+class Registering(WrappedMover):
+    """A mover that registers memory, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__(make_mover("inproc"), lambda connection: connection)
+        self.regions = list[Region]()
+
+    def register(self, region: Region) -> Registration | None:
+        self.regions.append(region)
+        return Registration(region.nbytes, 0.0)

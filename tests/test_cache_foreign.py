@@ -1,22 +1,18 @@
 """Caches over memory that others have allocated: what is refused, what is read, and that nothing else is written."""
 
 import gc
-import mmap
-import resource
 import weakref
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pdtx import kvspec
 from pdtx.cache import (
     POISON,
     BufferShape,
-    CacheGroup,
     ForeignBuffer,
     KVCaches,
     Memory,
@@ -24,17 +20,12 @@ from pdtx.cache import (
     PagedKVCache,
     PagedLatentCache,
     PagedStateCache,
-    group_kind,
 )
 from pdtx.cache.foreign import AnyMemory
-from pdtx.engine.registering import regions_of, register_cache
 from pdtx.errors import CacheError, LayoutError
 from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec
 from pdtx.layout import ELEMENT_ORDERS, PARTED_ORDERS, STATE_ORDERS, any_layout
-from pdtx.transports import Region, Registration, make_mover
-from tests.engine_pair import WrappedMover
-from tests.foreign_scenes import NAMES, Pages, hybrid_bytes, hybrid_groups, hybrid_over, hybrid_specs
-from tests.vectors import Case, load_cases
+from tests.foreign_scenes import Pages, group_of, ids
 
 LAYERS, BLOCKS, HEADS, CHANNELS, BLOCK = 2, 6, 4, 8, 4
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=CHANNELS, dtype="bfloat16")
@@ -48,11 +39,6 @@ KINDS = [
     *((LATENT, name) for name in ("mla", "mla_lbnhc", "mla_blnhc")),
     *((STATES, name) for name in STATE_ORDERS),
 ]
-
-
-def group_of(spec: KVCacheSpec, num_blocks: int = BLOCKS, name: str = "g") -> CacheGroup:
-    kind = group_kind(spec)
-    return CacheGroup(name, kind, 1 if kind == "state" else spec.block_size, num_blocks, spec)
 
 
 def nbytes_of(spec: KVCacheSpec, layout: str) -> int:
@@ -70,10 +56,6 @@ def over(spec: KVCacheSpec, layout: str, memory: Given, **others: Any) -> KVCach
 def owned(spec: KVCacheSpec, layout: str) -> KVCaches:
     shape = BufferShape("b", "g", spec, layout, [f"layers.{i}" for i in range(LAYERS)], BLOCKS)
     return KVCaches.allocate([group_of(spec)], [shape])
-
-
-def ids(*block_ids: int) -> torch.Tensor:
-    return torch.tensor(block_ids, dtype=torch.int64)
 
 
 class TestWhatIsRead:
@@ -325,212 +307,3 @@ class TestPoison:
         cache = owned(FULL, "vllm_lbhnc")
         assert cache.owned
         assert bool((cache.buffers[0].memory.view(torch.int16) == POISON).all())
-
-
-class Registering(WrappedMover):
-    """A mover that registers memory, and says so."""
-
-    def __init__(self) -> None:
-        super().__init__(make_mover("inproc"), lambda connection: connection)
-        self.regions = list[Region]()
-
-    def register(self, region: Region) -> Registration | None:
-        self.regions.append(region)
-        return Registration(region.nbytes, 0.0)
-
-
-class TestOneMemory:
-    def test_a_hybrids_groups_count_once(self) -> None:
-        pages = Pages(hybrid_bytes(8))
-        cache = hybrid_over(pages.memory, num_blocks=8)
-        assert cache.nbytes == hybrid_bytes(8)
-        assert sum(buffer.nbytes for buffer in cache.buffers) == hybrid_bytes(8) * 8 // 3
-        assert pages.changed() == set()
-
-    def test_it_is_registered_once(self) -> None:
-        pages = Pages(hybrid_bytes(8))
-        cache = hybrid_over(pages.memory, num_blocks=8, layers=(2, 3, 1))
-        mover = Registering()
-        total = register_cache(mover, cache)
-        assert total.nbytes == cache.nbytes == hybrid_bytes(8)
-        assert [(one.address, one.nbytes) for one in mover.regions] == [(pages.address, hybrid_bytes(8))]
-        regions = regions_of(cache)
-        assert all(ranks[0] is regions[0][0] for ranks in regions)
-
-    def test_a_block_is_poisoned_for_one_group_alone(self) -> None:
-        """Block 3 is the window's; block 5, which full attention uses, stays, though all lie in the same bytes."""
-        pages = Pages(hybrid_bytes(8))
-        cache = hybrid_over(pages.memory, num_blocks=8)
-        full, window = cache.buffers[0], cache.buffers[1]
-        before = [[tensor.clone() for tensor in full.read_block(layer, 5)] for layer in range(3)]
-        cache.poison(1, np.array([0, 3]))
-        assert window.unpoisoned(ids(3)) == 0
-        for layer in range(3):
-            for one, other in zip(before[layer], full.read_block(layer, 5), strict=True):
-                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        page = 256
-        assert {at % (8 * page) // page for at in pages.changed()} == {3}
-
-    def test_groups_with_pools_of_their_own_cannot_share_bytes(self) -> None:
-        pages = Pages(hybrid_bytes(8))
-        specs = hybrid_specs()
-        buffers = [
-            ForeignBuffer(name, name, spec, "vllm_lbhnc", ["layers.0"], 8, pages.memory)
-            for name, spec in zip(NAMES, specs, strict=True)
-        ]
-        with pytest.raises(
-            CacheError, match=r"buffers full and window\.0 share bytes of blocks that can be in use at o"
-        ):
-            KVCaches.over(hybrid_groups(specs, 8, pool=""), buffers)
-        assert len(KVCaches.over(hybrid_groups(specs, 8), buffers).buffers) == 3
-
-    @pytest.mark.parametrize("offset", [256, 128, -128 + 2048])
-    def test_a_block_of_one_group_must_not_lie_in_another_block_of_another(self, offset: int) -> None:
-        pages = Pages(2 * hybrid_bytes(8))
-        specs = hybrid_specs()
-        buffers = [
-            ForeignBuffer(name, name, spec, "vllm_lbhnc", ["a", "b"], 8, pages.memory, offset=offset if at else 0)
-            for at, (name, spec) in enumerate(zip(NAMES[:2], specs[:2], strict=True))
-        ]
-        with pytest.raises(CacheError, match="share bytes of blocks that can be in use at once"):
-            KVCaches.over(hybrid_groups(specs, 8), buffers)
-
-    def test_one_layer_further_on_is_the_same_block(self) -> None:
-        pages = Pages(2 * hybrid_bytes(8))
-        specs = hybrid_specs()
-        buffers = [
-            ForeignBuffer(name, name, spec, "vllm_lbhnc", ["a", "b"], 8, pages.memory, offset=8 * 256 if at else 0)
-            for at, (name, spec) in enumerate(zip(NAMES[:2], specs[:2], strict=True))
-        ]
-        cache = KVCaches.over(hybrid_groups(specs, 8), buffers)
-        assert cache.nbytes == 3 * 8 * 256
-
-    def test_two_buffers_of_one_group_lie_apart(self) -> None:
-        pages = Pages(4 * hybrid_bytes(8))
-        spec = hybrid_specs()[0]
-        group = replace(group_of(spec, 8), pool="one")
-        first = ForeignBuffer("a", "g", spec, "vllm_lbhnc", ["a"], 8, pages.memory)
-        with pytest.raises(CacheError, match="buffers a and b share bytes"):
-            KVCaches.over([group], [first, replace(first, name="b", layer_names=["b"])])
-        beside = replace(first, name="b", layer_names=["b"], offset=8 * 256)
-        assert KVCaches.over([group], [first, beside]).nbytes == 2 * 8 * 256
-
-    def test_blocks_of_other_sizes_cannot_share_bytes(self) -> None:
-        pages = Pages(hybrid_bytes(16))
-        specs = [hybrid_specs()[0], hybrid_specs(2)[1]]
-        groups = [replace(group_of(spec, 8, name), pool="one") for name, spec in zip(NAMES, specs, strict=False)]
-        buffers = [
-            ForeignBuffer(name, name, spec, "vllm_lbhnc", ["a"], 8, pages.memory)
-            for name, spec in zip(NAMES, specs, strict=False)
-        ]
-        with pytest.raises(CacheError, match="their blocks lie 256 and 128 bytes apart"):
-            KVCaches.over(groups, buffers)
-
-    def test_a_pool_has_one_size(self) -> None:
-        specs = hybrid_specs()
-        groups = [replace(group, num_blocks=8 + at) for at, group in enumerate(hybrid_groups(specs, 8))]
-        shapes = [BufferShape(g.name, g.name, g.spec, "vllm_lbhnc", ["a"], g.num_blocks) for g in groups]
-        with pytest.raises(CacheError, match=r"groups full and window\.0 share pool one and have 8 and 9 blocks"):
-            KVCaches.allocate(groups, shapes)
-
-
-# -- pools of vLLM 0.32 ------------------------------------------------------------------------------------------------
-
-
-def spec_032(case: Case) -> KVCacheSpec:
-    """A spec of vLLM 0.32 by the fields that both versions have."""
-    cls = getattr(kvspec, case["spec_class"])
-    given = case["fields"]
-    known = {field.name for field in fields(cls)}
-    mine = {name: value for name, value in given.items() if name in known and name != "mamba_type"}
-    if "shapes" in mine:
-        mine |= {"shapes": tuple(map(tuple, mine["shapes"])), "dtypes": tuple(mine["dtypes"])}
-    if cls is MLAAttentionSpec:
-        mine = {
-            name: value
-            for name, value in mine.items()
-            if name in ("block_size", "num_kv_heads", "head_size", "dtype", "page_size_padded", "cache_dtype_str")
-        }
-    made: KVCacheSpec = cls(**mine)
-    return made
-
-
-def layout_032(spec: KVCacheSpec, name: str, order: str) -> str:
-    if isinstance(spec, MambaSpec):
-        return "mamba_sd"
-    if isinstance(spec, MLAAttentionSpec):
-        return f"{'deepseek_indexer' if 'indexer' in name else 'mla'}_{order}"
-    return f"vllm_{order}"
-
-
-def caches_032(case: Case, memory: Memory) -> KVCaches:
-    """A worker's groups and tensors, as vLLM has planned them."""
-    worker = case["workers"][0]
-    order = case["settings"].get("kv_cache_layout", "LBHNC").lower()
-    if "layout" in case["name"]:
-        order = case["name"].rpartition(" ")[2].lower()
-    specs = [spec_032(spec) for spec in case["distinct_specs"]]
-    of_layer = {name: specs[at] for name, at in case["layer_to_spec_index_per_worker"][0].items()}
-    for group in worker["groups"]:
-        if group["spec"]["spec_class"] != "UniformTypeKVCacheSpecs":
-            of_layer |= dict.fromkeys(group["layer_names"], spec_032(group["spec"]))
-    groups, buffers = list[CacheGroup](), list[ForeignBuffer]()
-    for index, group in enumerate(worker["groups"]):
-        name, spec = f"group{index}", of_layer[group["layer_names"][0]]
-        size = 1 if isinstance(spec, MambaSpec) else spec.block_size
-        groups.append(CacheGroup(name, group_kind(spec), size, worker["num_blocks"], spec, pool="one"))
-        for at, tensor in enumerate(worker["tensors"]):
-            if tensor["layers"][0] in group["layer_names"]:
-                own = of_layer[tensor["layers"][0]]
-                buffers.append(
-                    ForeignBuffer(
-                        f"{name}.{at}",
-                        name,
-                        own,
-                        layout_032(own, tensor["layers"][0], order),
-                        tensor["layers"],
-                        worker["num_blocks"],
-                        memory,
-                        layer_stride=tensor["layer_stride_bytes"],
-                        block_stride=tensor["block_stride_bytes"],
-                        offset=tensor["offset_bytes"],
-                    )
-                )
-    assert len(buffers) == len(worker["tensors"])
-    return KVCaches.over(groups, buffers)
-
-
-def untouched_memory(nbytes: int) -> Memory:
-    """So many bytes of addresses, of which no page exists until somebody touches it."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which mmap has since Python 3.12
-    pages = mmap.mmap(-1, nbytes, flags=flags)
-    array = np.frombuffer(pages, np.uint8)
-    return Memory.at(array.ctypes.data, nbytes, keep=array)
-
-
-def test_vector_pools_of_vllm_in_one_memory() -> None:
-    """Every pool of several tensors: tens of GiB in one memory, of which not one page comes to be."""
-    counted, refused = 0, list[str]()
-    for case in load_cases("pools_0.32.json"):
-        if "workers" not in case or len(case["workers"][0]["tensors"]) < 2:
-            continue
-        if "DeepSeek-V4" in case["name"]:  # pages of several sizes in each block: no preset has such a stride
-            continue
-        tensors = case["workers"][0]["tensors"]
-        size = tensors[0]["backing_allocation_size_bytes"]
-        memory = untouched_memory(size)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        try:
-            cache = caches_032(case, memory)
-        except LayoutError as error:
-            # A block that holds other buffers' pages beside the layout's own: not a stride that a preset has.
-            refused.append(f"{case['case_id']}: {error}")
-            continue
-        assert cache.nbytes == size, case["case_id"]
-        if all(tensor["offset_bytes"] == 0 for tensor in tensors):
-            assert len({id(region) for ranks in regions_of(cache) for region in ranks}) == 1
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "memory came to be"
-        counted += 1
-    assert counted >= 20
-    (only,) = refused
-    assert only.startswith("pool-095: buffer group0.0: from block to block its owner has 3076352 bytes")

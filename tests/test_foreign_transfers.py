@@ -121,6 +121,45 @@ def test_what_was_poisoned_for_a_request_is_what_arrives(mover: str) -> None:
         assert there.unpoisoned(tables[1][-1:], TOKENS % 8) == 0
 
 
+def layers_in_one_block(seed: int, num_blocks: int, size: int) -> tuple[Pages, KVCaches]:
+    """Block-first memory: a block holds one page of each of three layers, and each layer is a buffer of its own."""
+    page = 2 * HEADS * CHANNELS * 2 * size
+    pages = Pages(num_blocks * 3 * page, seed)
+    spec = FullAttentionSpec(
+        block_size=size, num_kv_heads=HEADS, head_size=CHANNELS, dtype="bfloat16", page_size_padded=3 * page
+    )
+    buffers = [
+        ForeignBuffer(f"b{at}", "g", spec, "vllm_lbhnc", ["a"], num_blocks, pages.memory, None, 3 * page, at * page)
+        for at in range(3)
+    ]
+    return pages, KVCaches.over([CacheGroup("g", "full", size, num_blocks, spec)], buffers)
+
+
+def test_layers_whose_pages_share_each_block(mover: str) -> None:
+    """Their memories overlap and begin at different addresses; they are registered as one, and reached in it."""
+    (before, src), (after, dst) = layers_in_one_block(5, 9, 4), layers_in_one_block(6, 7, 8)
+    tables = np.array([7, 2, 5, 1, 8, 3]), np.array([4, 6, 2])
+    here = before.memory.bytes.view(torch.bfloat16).view(9, 3, HEADS, 4, 2 * CHANNELS)
+    meant = after.memory.bytes.clone().view(torch.bfloat16).view(7, 3, HEADS, 8, 2 * CHANNELS)
+    for token in range(TOKENS):
+        meant[tables[1][token // 8], :, :, token % 8] = here[tables[0][token // 4], :, :, token % 4]
+    with MoverPair(lambda: make_mover(mover)) as pair:
+        for end, cache, size in ((pair.producer, src, before.nbytes), (pair.consumer, dst, after.nbytes)):
+            assert register_cache(end, cache).nbytes in (0, size), "once, or not at all"
+        connection, deadline = pair.connect(), time.monotonic() + 10
+        handles = []
+        for index, (one, other) in enumerate(zip(src.buffers, dst.buffers, strict=True)):
+            ends = Endpoint.of(one.layout, tables[0]), Endpoint.of(other.layout, tables[1])
+            plan, key = build_plan(*ends, range(TOKENS)), TransferKey("r", 0, 1, 0, TOKENS, index)
+            place = Placement(regions_of(dst)[index][0], plan.flat.destination(), deadline)
+            pair.grants.grant("session", key, place)
+            handles.append(connection.put(key, regions_of(src)[index][0], plan.flat, deadline))
+        for handle in handles:
+            handle.wait()
+    assert torch.equal(after.memory.bytes, bits(meant).reshape(-1))
+    assert before.changed() == set()
+
+
 def test_a_producer_of_foreign_memory(mover: str) -> None:
     """All of the engine's way: granted, shipped, verified; what no request named is as it was."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16")

@@ -254,6 +254,7 @@ class TestRegistration:
             assert (first.nbytes, first.seconds >= 0) == (NBYTES, True)
             assert fabric.register(Region(region.memory)) is first
             assert fabric.register(region_of(NBYTES)) is not first
+            assert fabric.register(Region(region.memory[8:])) is first, "it lies in a registered one"
 
     def test_of_nothing(self) -> None:
         with joined() as pair, pytest.raises(TransferError, match="empty region"):

@@ -300,8 +300,10 @@ def test_region_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 link.write(Region(memory), remote, runs, soon(), Moved().progress)
             assert link.share(Region(memory)) == link.share(Region(memory))
         assert calls == [8 << 20]
-        fabric.register(Region(memory[4096:]))
-        assert calls == [8 << 20, (8 << 20) - 4096]
+        assert fabric.register(Region(memory[4096:])) is first, "it lies in a registered one"
+        assert calls == [8 << 20]
+        fabric.register(Region(pattern(4096, 2)))
+        assert calls == [8 << 20, 4096]
 
 
 def test_registered_memory_stays_as_long_as_the_fabric() -> None:

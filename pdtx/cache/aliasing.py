@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import torch
@@ -66,31 +66,50 @@ class _Pieces:
         return bool(hits.any())
 
 
+@dataclass(frozen=True)
+class _Side:
+    """One buffer on one rank: its memory's device, its first address and the one behind its last, its pieces."""
+
+    buffer: PagedBuffer
+    device: torch.device
+    first: int
+    last: int
+    pieces: tuple[_Pieces, ...]
+
+    @classmethod
+    def of(cls, buffer: PagedBuffer, rank: RankMemory) -> "_Side":
+        first = rank.memory.data_ptr()
+        return cls(buffer, rank.memory.device, first, first + rank.memory.numel(), tuple(_Pieces.of(rank)))
+
+    def overlaps(self, other: "_Side") -> bool:
+        """Whether the memories have bytes in common."""
+        return self.device == other.device and self.first < other.last and other.first < self.last
+
+
 def check_shared_bytes(groups: Sequence[CacheGroup], buffers: Sequence[PagedBuffer]) -> None:
     """Raise CacheError if writing one block of a buffer could change another block, of it or of another buffer.
 
     Blocks of one id may share bytes where their groups share a pool: then one group at a time uses the id.
     """
-    sides = [(buffer, rank) for buffer in buffers for rank in buffer.ranks]
-    for (one, mine), (other, theirs) in combinations(sides, 2):
-        if union_bytes([mine.memory, theirs.memory]) == mine.memory.numel() + theirs.memory.numel():
-            continue
-        pool = groups[one.group].pool
-        shared = one.group != other.group and pool != "" and pool == groups[other.group].pool
-        _check_pair(one, other, mine, theirs, shared=shared)
+    sides = [_Side.of(buffer, rank) for buffer in buffers for rank in buffer.ranks]
+    for one, other in combinations(sides, 2):
+        if one.overlaps(other):
+            mine, theirs = one.buffer.group, other.buffer.group
+            pool = groups[mine].pool
+            _check_pair(one, other, shared=mine != theirs and pool != "" and pool == groups[theirs].pool)
 
 
-def _check_pair(one: PagedBuffer, other: PagedBuffer, mine: RankMemory, theirs: RankMemory, *, shared: bool) -> None:
-    names = f"buffers {one.name} and {other.name}" if one is not other else f"ranks of buffer {one.name}"
-    for here in _Pieces.of(mine):
-        for there in _Pieces.of(theirs):
-            if here.stride != there.stride:
-                raise CacheError(
-                    f"{names} share bytes, and their blocks lie {here.stride} and {there.stride} bytes apart: a block "
-                    "of one would lie in several of the other"
-                )
-            if here.meets(there, one.num_blocks, same_block=not shared):
-                raise CacheError(
-                    f"{names} share bytes of blocks that can be in use at once; give other offsets, or name one pool "
-                    "for their groups if each block id is in use by one of them at a time"
-                )
+def _check_pair(one: _Side, other: _Side, *, shared: bool) -> None:
+    same = one.buffer is other.buffer
+    names = f"ranks of buffer {one.buffer.name}" if same else f"buffers {one.buffer.name} and {other.buffer.name}"
+    for here, there in product(one.pieces, other.pieces):
+        if here.stride != there.stride:
+            raise CacheError(
+                f"{names} share bytes, and their blocks lie {here.stride} and {there.stride} bytes apart: a block "
+                "of one would lie in several of the other"
+            )
+        if here.meets(there, one.buffer.num_blocks, same_block=not shared):
+            raise CacheError(
+                f"{names} share bytes of blocks that can be in use at once; give other offsets, or name one pool "
+                "for their groups if each block id is in use by one of them at a time"
+            )

@@ -25,7 +25,10 @@ _NOWHERE: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one tensor-parallel rank keeps of a buffer. memory: uint8, (layout.size_bytes,)."""
+    """What one tensor-parallel rank keeps of a buffer. memory: uint8, (layout.size_bytes,).
+
+    Memory of others may be shorter by the last page's padding.
+    """
 
     layout: AnyLayout
     memory: torch.Tensor = field(repr=False)

@@ -98,7 +98,13 @@ def buffer_over(foreign: ForeignBuffer) -> PagedBuffer:
     if len({memory.bytes.device for memory in given}) > 1:
         raise LayoutError(f"{what}: its memories are on different devices; all ranks of a process need the same")
     parts = [
-        memory.part(foreign.offset, layout.size_bytes, _alignment(layout, foreign.spec), f"{what} ({layout.name})")
+        memory.part(
+            foreign.offset,
+            layout.size_bytes,
+            _padding(layout),
+            _alignment(layout, foreign.spec),
+            f"{what} ({layout.name})",
+        )
         for memory in given
     ]
     return buffer_class(foreign.spec, foreign.layout)(
@@ -127,6 +133,15 @@ def _check_strides(what: str, layout: AnyLayout, foreign: ForeignBuffer) -> None
                 f"{what}: from {axis} to {axis} its owner has {theirs} bytes, layout {layout.name} has {ours}; "
                 "name the layout that the memory has, or the spec that its pages follow"
             )
+
+
+def _padding(layout: AnyLayout) -> int:
+    """Bytes behind the last element: what the last page is padded with."""
+    ends = (
+        part.offset + part.layout.itemsize + sum((axis.extent - 1) * axis.stride for axis in part.layout.axes)
+        for part in layout.parts
+    )
+    return layout.size_bytes - max(ends)
 
 
 def _alignment(layout: AnyLayout, spec: KVCacheSpec) -> int:

@@ -63,13 +63,16 @@ class Memory:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return cls(whole.set_(storage))
 
-    def part(self, offset: int, nbytes: int, itemsize: int, what: str) -> torch.Tensor:
+    def part(self, offset: int, nbytes: int, padding: int, itemsize: int, what: str) -> torch.Tensor:
         """Return nbytes from offset on, uint8. itemsize: of the elements there. what: for messages.
+
+        padding: so many bytes at the end hold no element, and are left out where the memory ends before them.
 
         Raises LayoutError if they lie outside, or elements would not lie at multiples of their size.
         """
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise LayoutError(f"{what} takes {nbytes} bytes from byte {offset} on; its memory has {self.nbytes}")
+        if offset < 0 or offset + nbytes - padding > self.nbytes:
+            needed = nbytes - padding
+            raise LayoutError(f"{what} takes {needed} bytes from byte {offset} on; its memory has {self.nbytes}")
         found = self.bytes[offset : offset + nbytes]
         if found.data_ptr() % itemsize or found.storage_offset() % itemsize:
             raise LayoutError(

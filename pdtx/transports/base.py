@@ -383,7 +383,8 @@ class Mover(ABC):
     def register(self, region: Region) -> Registration | None:
         """Make a region reachable before its first transfer; None where there is nothing to do.
 
-        What was not registered is when it is first used. Twice costs nothing; the first answer stands.
+        What was not registered is when it is first used. Twice costs nothing; the first answer stands. So it does for a
+        region that lies in a registered one.
         Raises TransferError if the memory cannot be registered.
         """
         return None

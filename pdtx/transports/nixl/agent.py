@@ -106,14 +106,19 @@ class Agent:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def register(self, region: Region) -> float:
-        """Register a region, unless it is; return the seconds that took."""
+        """Register a region, unless it or one that it lies in is; return the seconds that took."""
         place = Place.of(region)
         described = [(place.address, place.nbytes, place.device, "")]
         with self._registering:
             begun = time.perf_counter()
             if place not in self._regions:
-                descriptors = self._call(
-                    "register memory", lambda: self._agent.register_memory(described, mem_type=place.memory)
+                whole = next((kept for known, kept in self._regions.items() if known.contains(place)), None)
+                descriptors = (
+                    whole[1]
+                    if whole is not None
+                    else self._call(
+                        "register memory", lambda: self._agent.register_memory(described, mem_type=place.memory)
+                    )
                 )
                 # It keeps the region alive: its addresses cannot become something else's.
                 self._regions[place] = region, descriptors

@@ -14,12 +14,16 @@ from pdtx.transports.ucx.status import UcsError
 
 @dataclass(frozen=True)
 class Registered:
-    """A region that UCX can reach. It keeps the region alive: its addresses cannot become something else's."""
+    """A region that UCX can reach. It keeps the region alive: its addresses cannot become something else's.
+
+    within: whether handle and registration are those of a larger region.
+    """
 
     region: Region
     handle: int
     key: Key
     registration: Registration
+    within: bool = False
 
 
 class Memory:
@@ -32,14 +36,23 @@ class Memory:
         self._closed = False
 
     def register(self, region: Region) -> Registered:
-        """Register a region, unless one of the same place and size is. Raises TransferError."""
+        """Register a region, unless it or one that it lies in is. Raises TransferError."""
         place = region.address, region.nbytes
         with self._lock:
             if self._closed:
                 raise TransferError("this UCX engine is closed")
             if place not in self._registered:
-                self._registered[place] = self._register(region)
+                self._registered[place] = self._within(region) or self._register(region)
             return self._registered[place]
+
+    def _within(self, region: Region) -> Registered | None:
+        """Return what reaches a region that lies in a registered one."""
+        first, last = region.address, region.address + region.nbytes
+        for whole in self._registered.values():
+            if region.nbytes and whole.key.address <= first and last <= whole.key.address + whole.key.nbytes:
+                key = Key(first, region.nbytes, whole.key.packed)
+                return Registered(region, whole.handle, key, whole.registration, within=True)
+        return None
 
     def _register(self, region: Region) -> Registered:
         if region.nbytes == 0:
@@ -59,5 +72,7 @@ class Memory:
         with self._lock, self._context.lock:
             self._closed = True
             for registered in self._registered.values():
+                if registered.within:
+                    continue
                 self._ucp.unmap_memory(self._context.handle, registered.handle)
             self._registered.clear()
