@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from pdtx.bench.agents import agent_counts, share_of_memory
+from pdtx.bench.flags import Flags
 from pdtx.bench.fleet import Progress
-from pdtx.cli import app, bench_agents, bench_run
-from pdtx.cli.bench_agents import agent_counts
-from pdtx.cli.bench_flags import Flags
+from pdtx.cli import app, bench_run
 from pdtx.cli.bench_rows import RowTable
 from pdtx.cli.common import run_app
 from pdtx.errors import InputError, PdtxError, PeerLost
@@ -517,7 +517,7 @@ def test_an_agent_that_does_not_start_says_why(model: str) -> None:
 
 def test_agents_share_the_machine_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
-    assert bench_agents._share(4) == 200
+    assert share_of_memory(4) == 200
 
 
 def test_only_one_side_is_no_fleet() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from pdtx.bench.contents_plane import Chunk, Codes, Plane, as_bytes, count_unpoisoned, poison_hex
 from pdtx.cache.buffer import RankMemory
+from pdtx.cache.contents import locate_byte
 from pdtx.cache.poison import fill_with_poison
 from pdtx.cache.verify import Coordinate, Kind, Naming
 from pdtx.plan.runs import Int64s
@@ -238,12 +239,7 @@ class BufferContents:
 
     def _stray(self, offset: int) -> str:
         """Say where a byte lies that should not have been written."""
-        parts = self._memory.layout.parts
-        part = next((part for part in reversed(parts) if part.offset <= offset), parts[0])
-        rest, at = offset - part.offset, dict[str, int]()
-        for axis in sorted(part.layout.axes, key=lambda axis: -axis.stride):
-            at[axis.name] = min(rest // axis.stride, axis.extent - 1)
-            rest -= at[axis.name] * axis.stride
+        at = locate_byte(self._memory.layout, offset)
         layer, block = self._naming.layer(at["layer"]), at["block"]
         return f"{self._naming.where} {layer} block {block} was written at byte {offset}, which nobody asked for"
 

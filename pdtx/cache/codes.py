@@ -20,6 +20,8 @@ class CoordinateCodes:
     index fits into an element its code is the index itself; otherwise the index is mixed into all bits of
     the element, so that rows which are far apart do not look alike (plain truncation would repeat every 65,536
     elements, and with round shapes a swapped K and V would pass).
+
+    first: added to every index, so that several buffers have different ones.
     """
 
     layers: int
@@ -27,14 +29,30 @@ class CoordinateCodes:
     heads: int
     channels: int
     itemsize: int
+    first: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether a code is the element's index itself."""
-        return self.layers * 2 * self.tokens * self.heads * self.channels <= 1 << (8 * self.itemsize)
+        return self.stop <= 1 << (8 * self.itemsize)
+
+    @property
+    def stop(self) -> int:
+        """One more than the last index."""
+        return self.first + self.layers * 2 * self.tokens * self.heads * self.channels
 
     def of(self, layers: range, tokens: range) -> Words:
         """Return the codes of layers x tokens: shape (layers, 2, tokens, heads, channels), unsigned, itemsize bytes."""
+        index = self.index(layers, tokens)
+        return (index if self.plain else _mix(index)).astype(_WORDS[self.itemsize])
+
+    def digits(self, layers: range, tokens: range, place: int) -> Words:
+        """Return digit number place (0: the lowest) of each index, written in digits of itemsize bytes; see of()."""
+        shift = np.uint64(8 * self.itemsize * place)
+        return (self.index(layers, tokens) >> shift).astype(_WORDS[self.itemsize])
+
+    def index(self, layers: range, tokens: range) -> npt.NDArray[np.uint64]:
+        """Return the indices of layers x tokens: shape (layers, 2, tokens, heads, channels)."""
         layer = np.arange(layers.start, layers.stop, dtype=np.uint64)[:, None, None, None, None]
         kv = np.arange(2, dtype=np.uint64)[None, :, None, None, None]
         token = np.arange(tokens.start, tokens.stop, dtype=np.uint64)[None, None, :, None, None]
@@ -44,7 +62,7 @@ class CoordinateCodes:
         index = layer
         for size, coordinate in zip(sizes, (kv, token, head, channel), strict=True):
             index = index * size + coordinate
-        return (index if self.plain else _mix(index)).astype(_WORDS[self.itemsize])
+        return index + np.uint64(self.first)
 
 
 def _mix(index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -21,6 +21,30 @@ def group_kind(spec: KVCacheSpec) -> GroupKind:
     return next((kind for cls, kind in kinds if isinstance(spec, cls)), "full")
 
 
+_REACHES = ("sliding_window", "attention_chunk_size")
+
+
+@dataclass(frozen=True)
+class GroupBehaviour:
+    """What tells groups apart: their kind, how far back it reaches, tokens that share a vector."""
+
+    kind: GroupKind
+    reach: int
+    ratio: int
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec) -> "GroupBehaviour":
+        """Return that of a layer."""
+        reach = next((int(getattr(spec, name)) for name in _REACHES if getattr(spec, name, None)), 0)
+        return cls(group_kind(spec), reach, tokens_per_vector(spec))
+
+    @property
+    def name(self) -> str:
+        """What such a group is called: "full", "window1024"."""
+        reach, ratio = str(self.reach or ""), f"by{self.ratio}" if self.ratio > 1 else ""
+        return f"{self.kind}{reach}{ratio}"
+
+
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers that share one block table a request, and one pool of blocks.

@@ -1,61 +1,19 @@
 """The flags of `pdtx bench` as they count: of the command line before the environment, a config file, and defaults."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
+from pdtx.bench.flags import DEFAULT_TOKENS, PLACES, SIZES, Flags
 from pdtx.cli.common import note
-from pdtx.errors import InputError
 
 ENV_PREFIX = "PDTX_BENCH"
-DEFAULT_TOKENS = "128,512,2048"
 
 _NOT_KEPT = ("config", "print_config", "json", "help")
-_SIZES = ("tokens", "bytes", "block_tables")
-_PLACES = ("local", "prefill", "decode", "rendezvous")
+_SIZES = tuple(flag.replace("-", "_") for flag in SIZES)
 _RANKING = ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
-
-
-@dataclass(frozen=True)
-class Flags:
-    """What counts, by long flag; those that were not given and have no default are absent."""
-
-    values: Mapping[str, Any]
-
-    def __getitem__(self, flag: str) -> Any:  # noqa: ANN401 - as its option has it
-        return self.values.get(flag)
-
-    def texts(self, flags: Sequence[str]) -> dict[str, str]:
-        """Return those of flags that are there."""
-        return {flag: str(self.values[flag]) for flag in flags if flag in self.values}
-
-    def pairs(self, flag: str) -> dict[str, str]:
-        """Return what KEY=VALUE texts of a flag say. Raises InputError for other texts, and a key given twice."""
-        found = dict[str, str]()
-        for text in self[flag] or ():
-            key, equals, value = text.partition("=")
-            if not equals or not key.strip():
-                raise InputError(f"--{flag} takes KEY=VALUE, not {text!r}")
-            if key.strip() in found:
-                raise InputError(f"--{flag} has {key.strip()!r} twice")
-            found[key.strip()] = value.strip()
-        return found
-
-    def as_config(self) -> dict[str, Any]:
-        """Return them as YAML has them: lists for texts with commas."""
-        return {flag: _plain(value) for flag, value in self.values.items()}
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - as YAML has it
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [str(one) if isinstance(one, Path) else one for one in value]
-    return value.split(",") if isinstance(value, str) and "," in value else value
 
 
 def load_config(ctx: typer.Context, source: str | None) -> str | None:
@@ -75,10 +33,10 @@ def read_flags(ctx: typer.Context) -> Flags:
     names = _names(ctx)
     _tell_unknown(names.values())
     given = {name: value for name, value in ctx.params.items() if value not in (None, (), [])}
-    for name in _PLACES:  # a place that is not taken says nothing
+    for name in PLACES:  # a place that is not taken says nothing
         if given.get(name) is False:
             del given[name]
-    for rivals in (_SIZES, _PLACES):
+    for rivals in (_SIZES, PLACES):
         _prefer(ctx, given, rivals)
     if not any(name in given for name in _SIZES):
         given["tokens"] = DEFAULT_TOKENS

@@ -4,70 +4,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdtx.cli.bench_agents import agent_counts, only_serves, open_fleet, serve
-from pdtx.cli.bench_flags import Flags
-from pdtx.cli.bench_rows import RowTable
-from pdtx.cli.bench_teller import Teller
+from pdtx.bench.agents import agent_counts
+from pdtx.bench.flags import Flags
+from pdtx.cli.bench_agents import only_serves, open_fleet, serve
 from pdtx.cli.common import emit, note
-from pdtx.errors import InputError, PdtxError, VerificationError
+from pdtx.errors import InputError
 from pdtx.results.files import names_beside, write_result_file
-from pdtx.results.model import Case, CaseResult, NodeFacts, Result
-from pdtx.results.summary import summarize
-from pdtx.units import counted, format_bytes
+from pdtx.results.model import Result
 
 if TYPE_CHECKING:
-    from pdtx.bench.fleet import Progress
-    from pdtx.bench.sweep import Point, Sweep
+    from pdtx.bench.measuring import Observer
 
 _WRITING_SHARE = 0.05
 """Of a run's time that may go into writing its file again and again."""
-
-
-class Measures(Protocol):
-    """What is used of a fleet, see pdtx.bench.fleet.Fleet."""
-
-    current: CaseResult | None
-    failure: PdtxError | None
-
-    @property
-    def nodes(self) -> tuple[NodeFacts, ...]:
-        """The agents."""
-
-    @property
-    def max_bytes(self) -> int:
-        """What a case's caches may take at every agent."""
-
-    def measure(
-        self,
-        case: Case,
-        *,
-        iterations: int,
-        warmup: int,
-        verify: bool,
-        references: Sequence[str],
-        deadline: float,
-        told: "Callable[[Progress], None]",
-    ) -> CaseResult:
-        """Measure a case."""
-
-
-@dataclass(frozen=True)
-class How:
-    """How every case is measured. deadline: time.monotonic() of the whole run."""
-
-    iterations: int
-    warmup: int
-    verify: bool
-    references: tuple[str, ...]
-    deadline: float
 
 
 class Record:
@@ -95,9 +50,8 @@ class Record:
         """Whether there is a sample to keep; reasons for having none were told on stderr."""
         return any(case.samples for case in self.result.cases)
 
-    def add(self, case: CaseResult) -> None:
-        """Keep a case; in the file as well, unless that has just been written and takes long."""
-        self.result.cases.append(case)
+    def save_soon(self) -> None:
+        """Write what there is, unless that has just been done and takes long."""
         if time.monotonic() - self._written >= self._took / _WRITING_SHARE:
             self.save()
 
@@ -119,28 +73,20 @@ def run_bench(flags: Flags, *, as_json: bool) -> None:
     Raises InputError for flags that cannot be used or a run in which nothing can be measured, VerificationError and
     PdtxError for cases that failed or were cut off, after everything has been written.
     """
-    from pdtx.report import machine_facts
+    from pdtx.bench.measuring import How, judge, measure_all, new_result, read_sweep, references_of, refuse_impossible
 
     sweep, counts = read_sweep(flags), agent_counts(flags)
-    references = read_references(flags["reference"])
-    label = ", ".join(f"{key}={value}" for key, value in flags.pairs("label").items())
-    _refuse_impossible(sweep, counts)  # in every process of a rendezvous, so that none waits for the others
+    references_of(flags)
+    refuse_impossible(sweep, counts)  # in every process of a rendezvous, so that none waits for the others
     if only_serves(flags):
         serve(flags)
         return
-    deadline = time.monotonic() + float(flags["deadline"])
-    how = How(flags["iterations"], flags["warmup"], flags["verify"], references, deadline)
-    result = Result(
-        command=["pdtx", *sys.argv[1:]],
-        config=flags.as_config(),
-        label=label,
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
-        driver=dict(machine_facts()),
-    )
+    how, result = How.of(flags), new_result(flags, ["pdtx", *sys.argv[1:]])
     record = Record(_path(flags["output"]), result, force=bool(flags["force"]))
     try:
         with open_fleet(flags) as fleet:
-            measure_all(fleet, sweep, counts, how, record, gbits=bool(flags["gbits"]), quiet=as_json)
+            observer = _observer(record, gbits=bool(flags["gbits"]), quiet=as_json)
+            measure_all(fleet, sweep, counts, how, result, observer)
     finally:
         record.save()
         if record.measured:
@@ -151,47 +97,6 @@ def run_bench(flags: Flags, *, as_json: bool) -> None:
     judge(result, fleet.failure)
 
 
-def read_sweep(flags: Flags) -> "Sweep":
-    """Return the sweep that flags say. Raises InputError."""
-    from pdtx.bench.sweep import AXES, Sweep
-
-    tables: Any = ()
-    if flags["block-tables"] is not None:
-        from pdtx.results.capture import read_block_tables
-
-        tables = read_block_tables(flags["block-tables"])
-    return Sweep.of(
-        flags.texts(list(AXES)),
-        mover_options=flags.pairs("mover-option"),
-        block_tables=tables,
-        isolated=bool(flags["isolated"]),
-        seed=flags["seed"],
-    )
-
-
-def _refuse_impossible(sweep: "Sweep", counts: tuple[int, int]) -> None:
-    """Raise InputError for a sweep of which no case can be measured, before any agent is started."""
-    from pdtx.bench.sweep import expand
-
-    skipped = [point.skipped for point in expand(sweep, counts)]
-    if None not in skipped:
-        raise InputError(_nothing(skipped))
-
-
-def _nothing(reasons: Sequence[str | None]) -> str:
-    return f"nothing could be measured: {reasons[0]}" if reasons else "there is nothing to measure"
-
-
-def read_references(text: str) -> tuple[str, ...]:
-    """Return the references that a text names; none at all for 'none'. Raises InputError."""
-    from pdtx.bench.axes import Reference, one_of, values
-
-    found = values("reference", text, one_of(Reference))
-    if "none" in found and len(found) > 1:
-        raise InputError(f"--reference {text} says none and some; give one or the other")
-    return () if found == ("none",) else found
-
-
 def _path(given: Path | None) -> Path:
     """Return where the result goes; unless somebody says, where nothing is yet."""
     if given is not None:
@@ -200,107 +105,7 @@ def _path(given: Path | None) -> Path:
     return next(name for name in names_beside(path) if not name.exists())
 
 
-def measure_all(
-    fleet: Measures,
-    sweep: "Sweep",
-    counts: tuple[int, int],
-    how: How,
-    record: Record,
-    *,
-    gbits: bool = False,
-    quiet: bool = False,
-) -> None:
-    """Measure every case of a sweep and keep it; quiet: without rows on stdout.
+def _observer(record: Record, *, gbits: bool, quiet: bool) -> "Observer":
+    from pdtx.cli.bench_printer import Printer
 
-    However it ends, what has been measured is in the record. Raises what ends a run: a lost agent, a signal.
-    """
-    from pdtx.bench.sweep import expand
-
-    record.result.nodes = list(fleet.nodes)
-    points = expand(sweep, counts, (fleet.max_bytes, fleet.max_bytes))
-    todo = [point for point in points if point.skipped is None]
-    note(_plan_text(points, todo, how))
-    table = RowTable([point.case for point in points], gbits=gbits)
-    teller = Teller(len(todo), how.deadline)
-    say: Callable[[str], None] = (lambda text: None) if quiet else teller.row
-    for line in table.heads():
-        say(line)
-    try:
-        for point in points:
-            if time.monotonic() >= how.deadline:
-                note(
-                    f"the deadline has passed with {len(points) - len(record.result.cases)} of {len(points)} cases left"
-                )
-                return
-            if point.skipped is None:
-                teller.case(table.label(point.case))
-            found = _measured(fleet, point, how, teller)
-            record.add(found)
-            say(table.line(found))
-        record.result.complete = not any(_cut_off(case, how) for case in record.result.cases[-1:])
-    finally:
-        teller.clear()
-        if fleet.current is not None:
-            # Interrupted in the middle of a case: what it has so far is worth keeping.
-            broken = fleet.current
-            broken.error = broken.error or "interrupted"
-            record.result.cases.append(broken)
-            say(table.line(broken))
-        record.result.nodes = list(fleet.nodes)
-
-
-def _measured(fleet: Measures, point: "Point", how: How, teller: Teller) -> CaseResult:
-    if point.skipped is not None:
-        return CaseResult(
-            case=point.case, iterations=how.iterations, warmup=how.warmup, verified=how.verify, skipped=point.skipped
-        )
-    return fleet.measure(
-        point.case,
-        iterations=how.iterations,
-        warmup=how.warmup,
-        verify=how.verify,
-        references=how.references,
-        deadline=how.deadline,
-        told=teller,
-    )
-
-
-def _cut_off(case: CaseResult, how: How) -> bool:
-    return case.error is not None and time.monotonic() >= how.deadline
-
-
-def _plan_text(points: Sequence["Point"], todo: Sequence["Point"], how: How) -> str:
-    """Return how much there is to do."""
-    rounds = how.iterations + how.warmup
-    nbytes = sum(point.request_bytes * point.case.batch for point in todo)
-    skipped = f", {len(points) - len(todo)} skipped as impossible" if len(todo) < len(points) else ""
-    return (
-        f"{counted(len(todo), 'case')}{skipped}; {how.warmup} + {how.iterations} iterations each, about "
-        f"{format_bytes(nbytes * rounds)} a link in all{'' if how.verify else '; nothing is verified'}"
-    )
-
-
-def judge(result: Result, failure: PdtxError | None = None) -> None:
-    """Raise what a run's exit code is to say: cases that failed, had wrong elements, or are missing.
-
-    failure: of the case that failed last. Where no case came to a single sample, and for something that was given, the
-    run failed for that.
-    """
-    measured = [case for case in result.cases if case.skipped is None]
-    if result.complete and not measured:
-        raise InputError(_nothing([case.skipped for case in result.cases]))
-    wrong = sum(sample.wrong or 0 for case in measured for sample in case.samples)
-    failed = [case for case in measured if not summarize(case).ok]
-    if wrong:
-        first = next(text for case in failed if (text := summarize(case).first_wrong))
-        raise VerificationError(
-            f"{wrong:,} elements are wrong, so figures beside them mean nothing; first: {first}", wrong
-        )
-    if failed:
-        none = not any(case.samples for case in measured)
-        kind = InputError if none and isinstance(failure, InputError) else PdtxError
-        raise kind(
-            f"{len(failed)} of {counted(len(measured), 'case')} failed; first: {summarize(failed[0]).failures[0]}"
-        )
-    if not result.complete:
-        raise PdtxError("cut off before all cases were measured; give a longer --deadline or fewer cases")
+    return Printer(record.save_soon, gbits=gbits, quiet=quiet)

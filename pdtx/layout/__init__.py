@@ -9,6 +9,7 @@ sliceable says so), StateLayout (the states of recurrent layers, one after anoth
 a plan needs of each are its parts, which are StridedLayouts.
 """
 
+from pdtx.callable_package import make_callable
 from pdtx.layout.base import Int64s, Layout, Part
 from pdtx.layout.choose import cache_kind, layout_for, parse_layouts
 from pdtx.layout.elements import AXIS_NAMES, KVCacheLayout
@@ -57,3 +58,5 @@ __all__ = [
     "parse_layouts",
     "preset_name",
 ]
+
+make_callable(__name__, "pdtx.api.caches:layout")  # pdtx.layout(...), see docs/python.md

@@ -1,5 +1,6 @@
 """Plans: from two layouts, two block tables and a token range to the byte runs that a transfer copies."""
 
+from pdtx.callable_package import make_callable
 from pdtx.plan.audit import audit_run_set, audit_runs
 from pdtx.plan.build import build_plan
 from pdtx.plan.cache import PlanCache
@@ -41,3 +42,5 @@ __all__ = [
     "state_block",
     "tokens_per_vector",
 ]
+
+make_callable(__name__, "pdtx.api.planning:plan")  # pdtx.plan(...), see docs/python.md
