@@ -323,7 +323,7 @@ def test_a_group_without_blocks_leaves_the_others_theirs() -> None:
         free = pair.producer.allocator.num_free
         assert free == (7, 0)
         with pytest.raises(OutOfBlocks, match="group state: 1 blocks asked for, 0 of 4 are free"):
-            begin(pair.producer, 1, "one too many")
+            begin(pair.producer, 1, "one-too-many")
         assert pair.producer.allocator.num_free == free
         assert not pair.producer.wait_for_blocks(pair.producer.blocks_needed(1), 0.05)
         for request in taken:

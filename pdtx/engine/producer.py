@@ -25,7 +25,7 @@ from pdtx.errors import (
     TransferAborted,
 )
 from pdtx.plan import CostTable, Mode
-from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome
+from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome, encode
 from pdtx.sidechannel import Security
 from pdtx.transports import Mover, Path, TransferHandle
 from pdtx.transports.base import PathKind
@@ -344,13 +344,16 @@ class _Effects:
 
     def on_read(self, asked: Asked, answer: Reference | PdtxError) -> None:
         """See ShippingEvents."""
-        error = answer if isinstance(answer, PdtxError) else None
+        data, error = b"", answer if isinstance(answer, PdtxError) else None
         if isinstance(answer, Reference):
             try:
-                self.send(answer)  # here, for it takes as long as the piece is great
+                data = encode(answer)  # here, for it takes as long as the piece is great
             except ProtocolError as failure:
                 error = failure
+        # In this order: the blocks are not read any more, and the answer may end the request at once.
         self._of.control.post(self._of.core.on_read, asked, error)
+        if error is None and self._of._channel is not None:
+            self._of._channel.send(data)
 
     def on_probed(self, route: Route, error: PdtxError | None) -> None:
         """See ShippingEvents."""
