@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from pdtx.api.moving import Receiving, Sent, Ticket, receive, send
     from pdtx.api.planning import Plan, RankPlan, plan
     from pdtx.api.specs import ModelSpec, spec_of
-    from pdtx.cache import BufferShape, CacheGroup, ForeignBuffer, Memory
+    from pdtx.cache import BufferShape, CacheGroup, CallerBlocks, ForeignBuffer, Memory
     from pdtx.cache import KVCaches as Cache
     from pdtx.check import Stray, TransferReport, WrongRun, check_transfer
-    from pdtx.engine import KVConsumer, KVProducer
+    from pdtx.engine import Arrived, KVConsumer, KVProducer, describe_cache
     from pdtx.errors import (
         CacheError,
         DeadlineExceeded,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TransferError,
         VerificationError,
     )
+    from pdtx.sidechannel import Security
     from pdtx.transports.registry import make_mover as transport
     from pdtx.transports.registry import mover_names as transport_names
 
@@ -43,9 +44,10 @@ _PLACES = {
     "pdtx.api.moving": ("Receiving", "Sent", "Ticket", "receive", "send"),
     "pdtx.api.planning": ("Plan", "RankPlan"),
     "pdtx.api.specs": ("ModelSpec", "spec_of"),
-    "pdtx.cache": ("BufferShape", "CacheGroup", "ForeignBuffer", "Memory"),
+    "pdtx.cache": ("BufferShape", "CacheGroup", "CallerBlocks", "ForeignBuffer", "Memory"),
     "pdtx.check": ("Stray", "TransferReport", "WrongRun", "check_transfer"),
-    "pdtx.engine": ("KVConsumer", "KVProducer"),
+    "pdtx.engine": ("Arrived", "KVConsumer", "KVProducer", "describe_cache"),
+    "pdtx.sidechannel": ("Security",),
     "pdtx.errors": (
         "CacheError",
         "DeadlineExceeded",
@@ -73,10 +75,12 @@ _PACKAGES = ("bench", "layout", "plan")
 _NAMES = {name: (module, name) for module, names in _PLACES.items() for name in names} | _RENAMED
 
 __all__ = [
+    "Arrived",
     "BufferShape",
     "Cache",
     "CacheError",
     "CacheGroup",
+    "CallerBlocks",
     "DeadlineExceeded",
     "ForeignBuffer",
     "InputError",
@@ -94,6 +98,7 @@ __all__ = [
     "ProtocolError",
     "RankPlan",
     "Receiving",
+    "Security",
     "Sent",
     "SpecError",
     "Stray",
@@ -107,6 +112,7 @@ __all__ = [
     "bench",
     "cache_of",
     "check_transfer",
+    "describe_cache",
     "layout",
     "plan",
     "receive",

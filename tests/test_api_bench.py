@@ -12,7 +12,17 @@ from pdtx.bench.measuring import Observer
 from pdtx.cli.bench import app
 from pdtx.results.model import Case, CaseResult
 
-_PRINTING = {"config", "print_config", "json", "output", "force", "gbits", "help"}
+_PRINTING = {
+    "config",
+    "print_config",
+    "json",
+    "output",
+    "force",
+    "gbits",
+    "help",
+    "install_completion",
+    "show_completion",
+}
 _SMALL: Mapping[str, Any] = {"layers": 1, "tokens": [32, 64], "iterations": 3, "warmup": 1, "reference": "none"}
 
 
