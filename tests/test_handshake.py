@@ -348,6 +348,20 @@ def test_reference_data_that_nobody_asked_for_is_not_heaped_up() -> None:
         assert request.references.qsize() == 1
 
 
+def test_one_producer_has_so_many_requests_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdtx.engine.inbound_control.MAX_REQUESTS", 3)
+    with Pair() as pair, Rogue(pair.address) as rogue:
+        for number in range(4):
+            rogue.ask(f"r{number}", tokens=100)
+        refused = rogue.hear(Refuse)
+        assert (refused.request_id, refused.reason.split(";")[0]) == ("r3", "3 requests of rogue are under way")
+        for number in range(3):
+            rogue.dialer.send(Failure(request_id=f"r{number}", phase="prefill", reason="enough"))
+        rogue.ask("again", tokens=20)
+        assert pair.received("again").num_tokens == 20
+        rogue.dialer.send(Failure(request_id="again", phase="prefill", reason="enough"))
+
+
 def test_messages_about_nothing_are_ignored() -> None:
     with Pair() as pair, Rogue(pair.address) as rogue:
         layers_done(rogue, "nothing")

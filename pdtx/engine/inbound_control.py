@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -47,6 +48,10 @@ from pdtx.transports import TransferKey
 logger = logging.getLogger(__name__)
 
 
+MAX_REQUESTS = 20_000
+"""Requests of one producer that may be under way at once."""
+
+
 class InboundEffects(Protocol):
     """What the control of a consumer brings about. None of these blocks."""
 
@@ -89,6 +94,7 @@ class InboundControl:
         self._align, self._max_deadline_s, self._scrubs = align, max_deadline_s, scrubs
         self._table = SessionTable(facts, receiver)
         self.requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id); not ended
+        self._counts: Counter[bytes] = Counter()  # of those, by peer
         self.draining: dict[InboundRequest, None] = {}  # ended, and payloads may still be written into their blocks
         self.queue = None if isinstance(pool, CallerBlocks) else GrantQueue(cache.groups, pool)
         self.expectations = Expectations(pool)
@@ -155,6 +161,7 @@ class InboundControl:
         deadline = time.monotonic() + min(ask.deadline_s, self._max_deadline_s)
         request = InboundRequest(session, ask, needs, Landing(arrivals), deadline, owner=self.owner)
         self.requests[session.peer, ask.request_id] = request
+        self._counts[session.peer] += 1
         if self.queue is not None:
             self.queue.add(request)
             self.grant_queued()
@@ -170,6 +177,8 @@ class InboundControl:
             return "the prompt has no tokens"
         if (session.peer, ask.request_id) in self.requests or ask.request_id in self.expectations.unmatched:
             return f"request id {ask.request_id} is in use"
+        if self._counts[session.peer] >= MAX_REQUESTS:
+            return f"{MAX_REQUESTS} requests of {session.engine_id} are under way; begin more when some have ended"
         return None
 
     def grant_queued(self) -> None:
@@ -278,7 +287,7 @@ class InboundControl:
         self.num_ended += 1
         self.num_failed += error is not None
         self.num_expired += isinstance(error, DeadlineExceeded)
-        self.requests.pop((request.session.peer, request.request_id), None)
+        self._forget(request)
         if self.queue is not None:
             self.queue.remove(request)
         self.expectations.forget(request)
@@ -292,6 +301,13 @@ class InboundControl:
         if is_idle:
             self._return_blocks(request)
         return True
+
+    def _forget(self, request: InboundRequest) -> None:
+        peer = request.session.peer
+        if self.requests.pop((peer, request.request_id), None) is not None:
+            self._counts[peer] -= 1
+            if not self._counts[peer]:
+                del self._counts[peer]
 
     def _report(self, request: InboundRequest, error: PdtxError, phase: str, *, tell: bool) -> None:
         peer, extra = request.session.engine_id, {"request_id": request.request_id}
