@@ -114,6 +114,20 @@ def test_what_has_arrived_outlasts_its_connection_before_its_completion_was_hear
         assert pair.producer.wait(request).text == "done"
 
 
+def test_what_has_arrived_in_an_earlier_session_ends_with_its_producer() -> None:
+    """Though that session is no more, nobody waits for the answer."""
+    with Pair(make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20), mover="tcp") as pair:
+        ship(pair.producer, begin(pair.producer, 20, "arrived"))
+        ready = pair.next_ready()
+        cut(pair)
+        serve(pair)
+        assert ready.error is None
+        pair.producer.close()
+        wait_until(lambda: ready.error is not None, "the loss of the producer")
+        assert isinstance(ready.error, PeerLost)
+        pair.consumer.let_go(ready)
+
+
 def test_a_request_that_waits_for_blocks_fails_with_the_session() -> None:
     with Pair(destination=make_cache("flashinfer_hnd", 32, num_blocks=3)) as pair:
         going, queued = begin(pair.producer, 40, "going"), begin(pair.producer, 40, "queued")

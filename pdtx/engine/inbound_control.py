@@ -125,13 +125,13 @@ class InboundControl:
         """
         for session in self._table.drop(peer):
             lost = PeerLost(f"{session.engine_id} opened another session")
-            self.end_where(lambda request, of=session: request.session is of and not _arrived(request), lost)  # type: ignore[misc]
+            self.end_where(lambda request: request.session.peer == peer and not _arrived(request), lost)
 
     def on_lost(self, peer: bytes, reason: str) -> None:
         """A producer's control channel has ended, and with it all its requests."""
         for session in self._table.drop(peer):
             lost = PeerLost(f"lost {session.engine_id}: {reason}")
-            self.end_where(lambda request, of=session: request.session is of, lost)  # type: ignore[misc]
+            self.end_where(lambda request: request.session.peer == peer, lost)
 
     def on_connection_closed(self, session_id: str, reason: str) -> None:
         """Fail what a producer had under way when its data connection ended.
