@@ -12,7 +12,7 @@ DEPLOY = ROOT / "deploy"
 
 _AGENT = """#!{python}
 import json, signal, socket, sys, threading
-from pdtx.cli.processes import follow_parent
+from pdtx.process import follow_parent
 assert open(sys.argv[sys.argv.index("--key") + 1]).read().strip(), "no secret key"
 assert open(sys.argv[sys.argv.index("--peer-key") + 1]).read().strip(), "no public key"
 host = sys.argv[sys.argv.index("--listen") + 1].rpartition(":")[0]

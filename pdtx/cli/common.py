@@ -7,8 +7,8 @@ import sys
 import typer
 
 from pdtx.cli.logs import configure_logging, say
-from pdtx.cli.processes import follow_parent
 from pdtx.errors import PdtxError
+from pdtx.process import follow_parent
 
 __all__ = ["configure_logging", "emit", "note", "run_app"]
 

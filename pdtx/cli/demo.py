@@ -178,7 +178,7 @@ def _disaggregated(
 
     work: the prefill node's flags; moving: both sides' flags for the mover.
     """
-    from pdtx.cli.processes import Node
+    from pdtx.process import Node
     from pdtx.report import read_result
 
     serve = ["--listen", "127.0.0.1:0", "--verify", "--json", *common, *moving, *sides["decode"]]
@@ -193,7 +193,7 @@ def _disaggregated(
 
 def _alone(work: list[str], side: list[str]) -> "list[RequestRow]":
     """Run the prompts through one process doing both."""
-    from pdtx.cli.processes import Node
+    from pdtx.process import Node
     from pdtx.report import read_result
 
     with Node("alone  ", "pdtx", ["generate", "--json", *work, *side]) as node:

@@ -244,7 +244,7 @@ def _teller(outcome: "Outcome") -> "Callable[[ReplayRow], None]":
 
 def _start_decode(flags: list[str], stack: ExitStack) -> str:
     """Start a decode node that stack ends; return its address."""
-    from pdtx.cli.processes import Node
+    from pdtx.process import Node
 
     node = stack.enter_context(Node("decode ", "decode_node", ["--listen", "127.0.0.1:0", "--json", *flags]))
     return str(node.event("listening", _START_S)["address"])
