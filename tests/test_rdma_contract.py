@@ -13,7 +13,7 @@ import pytest
 
 from pdtx.errors import DeadlineExceeded, InputError, TransferError
 from pdtx.testing import Scene
-from pdtx.testing.contract import CONTRACT, FAULTS, Check, Subject, ends, gets, leaks, notices, payloads, start
+from pdtx.testing.contract import CONTRACT, FAULTS, Check, Subject, cancels, ends, gets, leaks, notices, payloads, start
 from pdtx.testing.contract.faults import check_stopped_producer
 from pdtx.transports import make_mover
 from tests.rdma_node import counters, device, grown, mtu
@@ -30,6 +30,8 @@ TIMED = (
     ends.check_cancel,
     ends.check_close_with_work_pending,
     ends.check_consumer_closes,
+    cancels.check_cancels_in_a_queue,
+    cancels.check_get_cancels_in_a_queue,
     gets.check_get_cancel,
     gets.check_close_with_gets_pending,
     gets.check_consumer_closes_under_gets,
