@@ -149,6 +149,7 @@ class KVProducer:
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
         )
+        request.encode_ask()  # before blocks are taken, which nobody would give back if it raised
         if isinstance(self.pool, CallerBlocks):
             if tables is None:
                 raise InputError("blocks are the caller's here; give tables, one for each group")
@@ -158,7 +159,6 @@ class KVProducer:
         return self._begin(request, None, [group.table_blocks(count) for group in self.cache.groups])
 
     def _begin(self, request: OutboundRequest, blocks: CallerTables | None, places: Sequence[range]) -> OutboundRequest:
-        request.encode_ask()
         request.owner = self.control
         try:
             if blocks is not None:
