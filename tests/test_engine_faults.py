@@ -3,7 +3,9 @@
 import pytest
 
 from pdtx.errors import ProtocolError
-from tests.test_engine_callers_blocks import Callers
+from pdtx.protocol import Failure
+from tests.engine_pair import wait_until
+from tests.test_engine_callers_blocks import TOKENS, Callers, poll
 
 
 def test_a_request_that_no_message_can_carry_leaves_its_blocks_to_the_caller() -> None:
@@ -11,3 +13,34 @@ def test_a_request_that_no_message_can_carry_leaves_its_blocks_to_the_caller() -
         with pytest.raises(ProtocolError):
             both.begin("no id has a space")
         assert not getattr(both.producer.pool, "num_leases")  # noqa: B009 - of CallerBlocks
+
+
+@pytest.mark.parametrize("reason", ["\ud800 is in no encoding", "a\x1b[31mred\nline"])
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_reason_of_any_characters_ends_both_sides_and_arrives_printable(side: str, reason: str) -> None:
+    with Callers() as both:
+        request = both.begin()
+        both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        wait_until(lambda: request.grant, "the grant")
+        if side == "producer":
+            both.producer.cancel(request, reason)
+        else:
+            both.consumer.cancel("r", reason)
+        (sent,), (arrived,) = poll(both.producer.poll), poll(both.consumer.poll)
+        assert both.freed
+        assert both.back
+        told = arrived.error if side == "producer" else sent.error
+        assert "was cancelled" in str(told)
+        assert str(told).isprintable()
+
+
+def test_a_peers_words_are_printed_as_one_short_line() -> None:
+    with Callers() as both:
+        request = both.begin()
+        wait_until(lambda: both.consumer.core.requests, "the request")
+        session = next(iter(both.consumer.core.sessions.values()))
+        words = "\x1b[2J" + "x" * 100_000
+        both.consumer._send(session, Failure(request_id="r", phase="\x1b[31m", reason=words))
+        assert poll(both.producer.poll) == [request]
+        assert str(request.error).isprintable()
+        assert len(str(request.error)) < 3000

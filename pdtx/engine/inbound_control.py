@@ -41,6 +41,7 @@ from pdtx.protocol import (
     Release,
     TransferRequest,
 )
+from pdtx.text import reason_of
 from pdtx.tiers.prefix import Fetched
 from pdtx.transports import TransferKey
 
@@ -281,7 +282,7 @@ class InboundControl:
         wrong = None
         if isinstance(error, VerificationError):
             phase, wrong = "verification", error.wrong
-        failure = Failure(request_id=request.request_id, phase=phase, reason=str(error)[:1000], wrong=wrong)
+        failure = Failure(request_id=request.request_id, phase=phase, reason=reason_of(error), wrong=wrong)
         self.effects.send(request.session.peer, failure)
 
     def _on_idle(self, request: InboundRequest) -> None:
@@ -421,7 +422,7 @@ class InboundControl:
                 if request.references.empty():
                     request.references.put(message)
             case Failure():
-                reason = f"{session.engine_id} failed in {message.phase}: {message.reason}"
+                reason = f"{session.engine_id} failed in {reason_of(message.phase)}: {reason_of(message.reason)}"
                 self.fail(request, TransferError(reason), tell=False)
             case Complete():
                 self._on_complete(request, message)

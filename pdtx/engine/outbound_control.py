@@ -36,6 +36,7 @@ from pdtx.protocol import (
     Refuse,
     Release,
 )
+from pdtx.text import reason_of
 from pdtx.transports import TransferHandle
 
 logger = logging.getLogger(__name__)
@@ -272,8 +273,7 @@ class OutboundControl:
         for handle in list(request.posted.values()):
             handle.cancel()
         if error is not None and tell and self.session.lost is None:
-            reason = str(error)[:1000]
-            self.effects.send(Failure(request_id=request.request_id, phase=phase, reason=reason))
+            self.effects.send(Failure(request_id=request.request_id, phase=phase, reason=reason_of(error)))
         self._return_blocks(request)
         self.effects.ring()
 
@@ -393,7 +393,7 @@ class OutboundControl:
             case Grant():
                 self.on_grant(request, message)
             case Refuse():
-                text = f"{self.session.peer} refused {message.request_id}: {message.reason}"
+                text = f"{self.session.peer} refused {message.request_id}: {reason_of(message.reason)}"
                 self.end(request, TransferError(text), tell=False)
             case Failure():
                 self.end(request, self._consumers(message), tell=False)
@@ -431,7 +431,7 @@ class OutboundControl:
 
     def _consumers(self, failure: Failure) -> PdtxError:
         """Return the consumer's failure as an error of this side."""
-        text = f"{self.session.peer} failed in {failure.phase}: {failure.reason}"
+        text = f"{self.session.peer} failed in {reason_of(failure.phase)}: {reason_of(failure.reason)}"
         return TransferError(text) if failure.wrong is None else VerificationError(text, failure.wrong)
 
 

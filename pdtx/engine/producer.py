@@ -27,6 +27,7 @@ from pdtx.errors import (
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome
 from pdtx.sidechannel import Security
+from pdtx.text import reason_of
 from pdtx.transports import Mover, Path, TransferHandle
 from pdtx.transports.base import PathKind
 
@@ -265,8 +266,8 @@ class KVProducer:
             case Welcome():
                 channel.answer(message)
             case Reject():
-                error = IncompatiblePeer(message.field, message.producer, message.consumer, message.advice)
-                channel.answer(error)
+                told = message.field, message.producer, message.consumer, message.advice
+                channel.answer(IncompatiblePeer(*(reason_of(each) if each else each for each in told)))
             case _ if self._inbox.take():
                 self.control.post(self._handle, message)
             case _:
