@@ -1,5 +1,8 @@
 """What goes wrong in the middle of a call leaves nothing behind: no block, no thread, no request without an end."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from pdtx.errors import ProtocolError
@@ -44,3 +47,28 @@ def test_a_peers_words_are_printed_as_one_short_line() -> None:
         assert poll(both.producer.poll) == [request]
         assert str(request.error).isprintable()
         assert len(str(request.error)) < 3000
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_interrupted_expect_leaves_no_blocks_where_payloads_may_go(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Callers() as both:
+        request = both.begin() if asked else None
+        wait_until(lambda: not asked or both.consumer.core.requests, "the request")
+        call = both.consumer.control.call
+
+        def interrupted(event: Callable[..., Any], *args: object) -> None:
+            call(event, *args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(both.consumer.control, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        (arrived,) = poll(both.consumer.poll)
+        assert "interrupted" in str(arrived.error)
+        assert len(both.back) == 1
+        assert not both.consumer.core.expectations.expected
+        if request is not None:
+            assert poll(both.producer.poll) == [request]

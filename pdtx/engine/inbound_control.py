@@ -338,17 +338,37 @@ class InboundControl:
             self.finish(request, _received(request))
 
     def expect(self, expected: Expectation) -> None:
-        """Let a request in as soon as a producer asks for it. Raises InputError for a request id in use."""
+        """Let a request in as soon as a producer asks for it.
+
+        Raises InputError for a request id in use or a table that is too short, or why this node is closing; the blocks
+        have been given back then.
+        """
+        try:
+            self._check_expected(expected)
+            self.expectations.add(expected)
+        except BaseException:
+            self.pool.free(expected.blocks)
+            raise
+        if self._scrubs:
+            self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
+        else:
+            self._on_clean(expected)
+
+    def _check_expected(self, expected: Expectation) -> None:
         if self.closing is not None:
             raise self.closing
         name = expected.request_id
         if any(request.request_id == name and request.expected for request in self.requests.values()):
             raise InputError(f"request id {name!r} is in use")
-        self.expectations.add(expected)
-        if self._scrubs:
-            self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
+        needs_of_tables(self.cache.groups, expected)
+
+    def abandon(self, expected: Expectation) -> None:
+        """Expect a request no more, if it is expected at all: whoever wanted that was interrupted."""
+        name, error = expected.request_id, TransferAborted("it was interrupted while it was expected")
+        if self.expectations.expected.get(name) is expected:
+            self.expectations.drop(name, error)
         else:
-            self._on_clean(expected)
+            self.end_where(lambda request: request.blocks is expected.blocks, error, tell=True)
 
     def _on_clean(self, expected: Expectation) -> None:
         self.expectations.note_clean(expected)
