@@ -226,7 +226,8 @@ def test_timers_are_looked_at_while_events_keep_coming() -> None:
 
 
 def test_an_event_may_post_another_while_the_thread_is_being_closed() -> None:
-    control, entered, go, ran = ControlThread("closing", lambda _: False), threading.Event(), threading.Event(), []
+    control, entered, go = ControlThread("closing", lambda _: False), threading.Event(), threading.Event()
+    ran = list[str]()
 
     def event() -> None:
         entered.set()
@@ -249,7 +250,7 @@ def test_a_new_thread_is_not_taken_for_a_control_thread_that_has_ended() -> None
     for _ in range(20):  # the system gives a new thread the number of one that has ended, sooner or later
         control = ControlThread("ended", lambda _: False)
         control.close()
-        other = threading.Thread(target=lambda of=control: taken.append(of.is_current))  # type: ignore[misc]
+        other = threading.Thread(target=lambda of=control: taken.append(of.is_current))
         other.start()
         other.join()
     assert not any(taken)

@@ -438,8 +438,9 @@ class InboundControl:
             case LayerDone():
                 self._on_notice(request, message)
             case Reference():
-                # One is asked for at a time; what comes beside that is not kept.
-                if request.references.empty():
+                # One is asked for at a time, once all has arrived; what comes beside that is not kept: it may be of
+                # an earlier request of that name.
+                if request.state is InboundState.READY and request.references.empty():
                     request.references.put(message)
             case Failure():
                 reason = f"{session.engine_id} failed in {reason_of(message.phase)}: {reason_of(message.reason)}"

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _UNGRANTED = (OutboundState.NEW, OutboundState.ASKED)
 _UNDELIVERED = (OutboundState.ASKED, OutboundState.COMPUTING, OutboundState.SENDING)
 
+_MAX_READING = 8
+"""Pieces of reference data of one request that are read at once; a consumer asks for one after another."""
+
 
 class OutboundEffects(Protocol):
     """What the control of a producer brings about. None of these blocks."""
@@ -402,10 +405,18 @@ class OutboundControl:
                     request.go(OutboundState.RELEASED)
                     self._return_blocks(request)
             case Finished():
-                request.finished = message
-                self.end(request, None)
+                self._on_finished(request, message)
             case ReadReference():
                 self._on_read_reference(request, message)
+
+    def _on_finished(self, request: OutboundRequest, finished: Finished) -> None:
+        if not request.completed:
+            # It may be about an earlier request of that name: this one has not all been delivered.
+            text = f"{self.session.peer} finished request {request.request_id} before all of it was delivered"
+            self.end(request, ProtocolError(text))
+            return
+        request.finished = finished
+        self.end(request, None)
 
     def _on_unknown(self, message: Grant | Refuse | Failure | Release | Finished | ReadReference) -> None:
         if isinstance(message, ReadReference):
@@ -417,6 +428,10 @@ class OutboundControl:
     def _on_read_reference(self, request: OutboundRequest, ask: ReadReference) -> None:
         if self.session.route is None or request.returned:
             self.end(request, ProtocolError(f"request {request.request_id} is not here any more"))
+            return
+        if request.reading >= _MAX_READING:
+            text = f"{self.session.peer} asked for {request.reading + 1} pieces of reference data at once"
+            self.end(request, ProtocolError(f"{text}; at most {_MAX_READING} of a request"))
             return
         request.reading += 1
         self.effects.ship(Asked(request, self.session.route, ask))
