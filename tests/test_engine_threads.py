@@ -18,7 +18,7 @@ from pdtx.engine.owner import ControlThread
 from pdtx.engine.shipping import Shipper
 from pdtx.errors import IllegalTransition, NotTheOwner, TransferError
 from pdtx.sidechannel import Dialer, Listener
-from tests.engine_pair import LAYERS, Pair, begin, settle, ship, wait_until
+from tests.engine_pair import LAYERS, PATIENCE_S, Pair, begin, settle, ship, wait_until
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text().partition("## Threads: who owns what")[2].partition("\n## ")[0]
@@ -223,3 +223,34 @@ def test_timers_are_looked_at_while_events_keep_coming() -> None:
     assert ticks.wait(10.0)
     going = False
     control.close()
+
+
+def test_an_event_may_post_another_while_the_thread_is_being_closed() -> None:
+    control, entered, go = ControlThread("closing", lambda _: False), threading.Event(), threading.Event()
+    ran = list[str]()
+
+    def event() -> None:
+        entered.set()
+        go.wait(PATIENCE_S)
+        control.post(ran.append, "posted by an event")
+
+    control.post(event)
+    assert entered.wait(PATIENCE_S)
+    closer = threading.Thread(target=control.close)
+    closer.start()
+    wait_until(lambda: control._closing, "close() to have begun")
+    go.set()
+    closer.join(PATIENCE_S)
+    assert ran == ["posted by an event"]
+    assert not control.errors
+
+
+def test_a_new_thread_is_not_taken_for_a_control_thread_that_has_ended() -> None:
+    taken = list[bool]()
+    for _ in range(20):  # the system gives a new thread the number of one that has ended, sooner or later
+        control = ControlThread("ended", lambda _: False)
+        control.close()
+        other = threading.Thread(target=lambda of=control: taken.append(of.is_current))
+        other.start()
+        other.join()
+    assert not any(taken)

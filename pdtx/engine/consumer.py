@@ -19,7 +19,6 @@ from pdtx.cache import (
     record_fence,
 )
 from pdtx.engine.describe import facts_of
-from pdtx.engine.granting import needs_of_tables
 from pdtx.engine.handshake import make_reject, make_welcome
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_control import InboundControl
@@ -241,10 +240,10 @@ class KVConsumer:
         expected = Expectation(request_id, num_tokens, blocks, cached_tokens, time.monotonic() + deadline_s)
         expected.owner = self.control
         try:
-            needs_of_tables(self.cache.groups, expected)
             self.control.call(self.core.expect, expected)
         except BaseException:
-            self.pool.free(blocks)
+            # It gives the blocks back itself where it raises; a signal's handler may have raised after it was expected.
+            self.control.post(self.core.abandon, expected)
             raise
 
     def poll(self) -> list[Arrived]:

@@ -42,6 +42,7 @@ from pdtx.protocol import (
     Release,
     TransferRequest,
 )
+from pdtx.text import reason_of
 from pdtx.tiers.prefix import Fetched
 from pdtx.transports import TransferKey
 
@@ -317,7 +318,7 @@ class InboundControl:
         wrong = None
         if isinstance(error, VerificationError):
             phase, wrong = "verification", error.wrong
-        failure = Failure(request_id=request.request_id, phase=phase, reason=str(error)[:1000], wrong=wrong)
+        failure = Failure(request_id=request.request_id, phase=phase, reason=reason_of(error), wrong=wrong)
         self.effects.send(request.session.peer, failure)
 
     def _on_idle(self, request: InboundRequest) -> None:
@@ -373,17 +374,37 @@ class InboundControl:
             self.finish(request, _received(request))
 
     def expect(self, expected: Expectation) -> None:
-        """Let a request in as soon as a producer asks for it. Raises InputError for a request id in use."""
+        """Let a request in as soon as a producer asks for it.
+
+        Raises InputError for a request id in use or a table that is too short, or why this node is closing; the blocks
+        have been given back then.
+        """
+        try:
+            self._check_expected(expected)
+            self.expectations.add(expected)
+        except BaseException:
+            self.pool.free(expected.blocks)
+            raise
+        if self._scrubs:
+            self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
+        else:
+            self._on_clean(expected)
+
+    def _check_expected(self, expected: Expectation) -> None:
         if self.closing is not None:
             raise self.closing
         name = expected.request_id
         if any(request.request_id == name and request.expected for request in self.requests.values()):
             raise InputError(f"request id {name!r} is in use")
-        self.expectations.add(expected)
-        if self._scrubs:
-            self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
+        needs_of_tables(self.cache.groups, expected)
+
+    def abandon(self, expected: Expectation) -> None:
+        """Expect a request no more, if it is expected at all: whoever wanted that was interrupted."""
+        name, error = expected.request_id, TransferAborted("it was interrupted while it was expected")
+        if self.expectations.expected.get(name) is expected:
+            self.expectations.drop(name, error)
         else:
-            self._on_clean(expected)
+            self.end_where(lambda request: request.blocks is expected.blocks, error, tell=True)
 
     def _on_clean(self, expected: Expectation) -> None:
         self.expectations.note_clean(expected)
@@ -453,11 +474,12 @@ class InboundControl:
             case LayerDone():
                 self._on_notice(request, message)
             case Reference():
-                # One is asked for at a time; what comes beside that is not kept.
-                if request.references.empty():
+                # One is asked for at a time, once all has arrived; what comes beside that is not kept: it may be of
+                # an earlier request of that name.
+                if request.state is InboundState.READY and request.references.empty():
                     request.references.put(message)
             case Failure():
-                reason = f"{session.engine_id} failed in {message.phase}: {message.reason}"
+                reason = f"{session.engine_id} failed in {reason_of(message.phase)}: {reason_of(message.reason)}"
                 self.fail(request, TransferError(reason), tell=False)
             case Complete():
                 self._on_complete(request, message)

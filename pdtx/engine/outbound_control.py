@@ -36,12 +36,16 @@ from pdtx.protocol import (
     Refuse,
     Release,
 )
+from pdtx.text import reason_of
 from pdtx.transports import TransferHandle
 
 logger = logging.getLogger(__name__)
 
 _UNGRANTED = (OutboundState.NEW, OutboundState.ASKED)
 _UNDELIVERED = (OutboundState.ASKED, OutboundState.COMPUTING, OutboundState.SENDING)
+
+_MAX_READING = 8
+"""Pieces of reference data of one request that are read at once; a consumer asks for one after another."""
 
 
 class OutboundEffects(Protocol):
@@ -273,8 +277,7 @@ class OutboundControl:
         for handle in list(request.posted.values()):
             handle.cancel()
         if error is not None and tell and self.session.lost is None:
-            reason = str(error)[:1000]
-            self.effects.send(Failure(request_id=request.request_id, phase=phase, reason=reason))
+            self.effects.send(Failure(request_id=request.request_id, phase=phase, reason=reason_of(error)))
         self._return_blocks(request)
         self.effects.ring()
 
@@ -394,7 +397,7 @@ class OutboundControl:
             case Grant():
                 self.on_grant(request, message)
             case Refuse():
-                text = f"{self.session.peer} refused {message.request_id}: {message.reason}"
+                text = f"{self.session.peer} refused {message.request_id}: {reason_of(message.reason)}"
                 self.end(request, TransferError(text), tell=False)
             case Failure():
                 self.end(request, self._consumers(message), tell=False)
@@ -403,10 +406,18 @@ class OutboundControl:
                     request.go(OutboundState.RELEASED)
                     self._return_blocks(request)
             case Finished():
-                request.finished = message
-                self.end(request, None)
+                self._on_finished(request, message)
             case ReadReference():
                 self._on_read_reference(request, message)
+
+    def _on_finished(self, request: OutboundRequest, finished: Finished) -> None:
+        if not request.completed:
+            # It may be about an earlier request of that name: this one has not all been delivered.
+            text = f"{self.session.peer} finished request {request.request_id} before all of it was delivered"
+            self.end(request, ProtocolError(text))
+            return
+        request.finished = finished
+        self.end(request, None)
 
     def _on_unknown(self, message: Grant | Refuse | Failure | Release | Finished | ReadReference) -> None:
         if isinstance(message, ReadReference):
@@ -418,6 +429,10 @@ class OutboundControl:
     def _on_read_reference(self, request: OutboundRequest, ask: ReadReference) -> None:
         if self.session.route is None or request.returned:
             self.end(request, ProtocolError(f"request {request.request_id} is not here any more"))
+            return
+        if request.reading >= _MAX_READING:
+            text = f"{self.session.peer} asked for {request.reading + 1} pieces of reference data at once"
+            self.end(request, ProtocolError(f"{text}; at most {_MAX_READING} of a request"))
             return
         request.reading += 1
         self.effects.ship(Asked(request, self.session.route, ask))
@@ -432,7 +447,7 @@ class OutboundControl:
 
     def _consumers(self, failure: Failure) -> PdtxError:
         """Return the consumer's failure as an error of this side."""
-        text = f"{self.session.peer} failed in {failure.phase}: {failure.reason}"
+        text = f"{self.session.peer} failed in {reason_of(failure.phase)}: {reason_of(failure.reason)}"
         return TransferError(text) if failure.wrong is None else VerificationError(text, failure.wrong)
 
 

@@ -49,13 +49,13 @@ class ControlThread:
     @property
     def is_current(self) -> bool:
         """Whether the calling thread may change what this thread owns."""
-        me = threading.get_ident()
-        return me in (self._thread.ident, self._late_owner)
+        # By object: the system gives the number of a thread that has ended to a new one.
+        return threading.current_thread() is self._thread or threading.get_ident() == self._late_owner
 
     def post(self, event: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
         """Have event(*args, **options) run; returns at once. Safe from any thread."""
         with self._wake:
-            if not self._closing:
+            if not self._closing or threading.current_thread() is self._thread:
                 self._events.append(partial(event, *args, **options))
                 self._wake.notify()
                 return

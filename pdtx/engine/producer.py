@@ -27,6 +27,7 @@ from pdtx.errors import (
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome, encode
 from pdtx.sidechannel import Security
+from pdtx.text import reason_of
 from pdtx.transports import Mover, Path, TransferHandle
 from pdtx.transports.base import PathKind
 
@@ -149,6 +150,7 @@ class KVProducer:
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
         )
+        request.encode_ask()  # before blocks are taken, which nobody would give back if it raised
         if isinstance(self.pool, CallerBlocks):
             if tables is None:
                 raise InputError("blocks are the caller's here; give tables, one for each group")
@@ -158,7 +160,6 @@ class KVProducer:
         return self._begin(request, None, [group.table_blocks(count) for group in self.cache.groups])
 
     def _begin(self, request: OutboundRequest, blocks: CallerTables | None, places: Sequence[range]) -> OutboundRequest:
-        request.encode_ask()
         request.owner = self.control
         try:
             if blocks is not None:
@@ -265,8 +266,8 @@ class KVProducer:
             case Welcome():
                 channel.answer(message)
             case Reject():
-                error = IncompatiblePeer(message.field, message.producer, message.consumer, message.advice)
-                channel.answer(error)
+                told = message.field, message.producer, message.consumer, message.advice
+                channel.answer(IncompatiblePeer(*(reason_of(each) if each else each for each in told)))
             case _ if self._inbox.take():
                 self.control.post(self._handle, message)
             case _:

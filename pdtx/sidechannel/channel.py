@@ -28,6 +28,7 @@ import zmq
 from pdtx.errors import ProtocolError
 from pdtx.protocol import MAX_MESSAGE_BYTES, Bye, Heartbeat, Message, decode, encode
 from pdtx.sidechannel.keys import Security
+from pdtx.text import reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +301,7 @@ class Channel(ABC):
         if len(self._departed) >= _MAX_DEPARTED:
             del self._departed[next(iter(self._departed))]
         self._departed[peer] = time.monotonic()
-        self._report(peer, f"closed: {reason}")
+        self._report(peer, f"closed: {reason_of(reason)}")
 
     def _call(self, callback: Callable[[], None]) -> None:
         """Run an owner's callback; its bugs must not end the thread."""

@@ -1,0 +1,142 @@
+"""What goes wrong in the middle of a call leaves nothing behind: no block, no thread, no request without an end."""
+
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import pytest
+
+from pdtx.engine.shipping import Item
+from pdtx.errors import ProtocolError
+from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference
+from tests.engine_pair import PATIENCE_S, wait_until
+from tests.test_engine_callers_blocks import TOKENS, Callers, poll
+
+
+def test_a_request_that_no_message_can_carry_leaves_its_blocks_to_the_caller() -> None:
+    with Callers() as both:
+        with pytest.raises(ProtocolError):
+            both.begin("no id has a space")
+        assert not getattr(both.producer.pool, "num_leases")  # noqa: B009 - of CallerBlocks
+
+
+@pytest.mark.parametrize("reason", ["\ud800 is in no encoding", "a\x1b[31mred\nline"])
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_a_reason_of_any_characters_ends_both_sides_and_arrives_printable(side: str, reason: str) -> None:
+    with Callers() as both:
+        request = both.begin()
+        both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        wait_until(lambda: bool(request.grant), "the grant")
+        if side == "producer":
+            both.producer.cancel(request, reason)
+        else:
+            both.consumer.cancel("r", reason)
+        (sent,), (arrived,) = poll(both.producer.poll), poll(both.consumer.poll)
+        assert both.freed
+        assert both.back
+        told = arrived.error if side == "producer" else sent.error
+        assert "was cancelled" in str(told)
+        assert str(told).isprintable()
+
+
+def test_a_peers_words_are_printed_as_one_short_line() -> None:
+    with Callers() as both:
+        request = both.begin()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        session = next(iter(both.consumer.core.sessions.values()))
+        words = "\x1b[2J" + "x" * 100_000
+        both.consumer._send(session, Failure(request_id="r", phase="\x1b[31m", reason=words))
+        assert poll(both.producer.poll) == [request]
+        assert str(request.error).isprintable()
+        assert len(str(request.error)) < 3000
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_interrupted_expect_leaves_no_blocks_where_payloads_may_go(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Callers() as both:
+        request = both.begin() if asked else None
+        wait_until(lambda: not asked or bool(both.consumer.core.requests), "the request")
+        call = both.consumer.control.call
+
+        def interrupted(event: Callable[..., Any], *args: object) -> None:
+            call(event, *args)
+            if request is not None:
+                wait_until(lambda: request.grant is not None, "the grant")
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(both.consumer.control, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        (arrived,) = poll(both.consumer.poll)
+        assert "interrupted" in str(arrived.error)
+        assert len(both.back) == 1
+        assert not both.consumer.core.expectations.expected
+        if request is not None:
+            assert poll(both.producer.poll) == [request]
+
+
+FINISHED = Finished(
+    request_id="r", token_ids=[], text="", verified=True, wrong=0, received_bytes=0, received_runs=0, times={}
+)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_request_is_not_finished_before_it_was_delivered(granted: bool) -> None:
+    with Callers() as both:
+        request = both.begin()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        (session,) = both.consumer.core.sessions.values()
+        if granted:
+            both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+            wait_until(lambda: bool(request.grant), "the grant")
+        both.consumer._send(session, FINISHED)
+        assert poll(both.producer.poll) == [request]
+        assert "finished request r before all of it was delivered" in str(request.error)
+        wait_until(lambda: not both.consumer.core.requests, "the end at the consumer")
+
+
+def test_a_consumer_cannot_pile_up_reads_of_a_producers_cache() -> None:
+    with Callers() as both:
+        entered, go = Event(), Event()
+
+        do = both.producer._shipper._do
+
+        def wait(item: Item) -> None:
+            entered.set()
+            go.wait(PATIENCE_S)
+            do(item)
+
+        request = both.begin()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        both.producer._shipper._do = wait  # type: ignore[method-assign]
+        (session,) = both.consumer.core.sessions.values()
+        ask = ReadReference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1)
+        for _ in range(100):
+            both.consumer._send(session, ask)
+        wait_until(lambda: bool(request.error), "the end of the request")
+        assert "at most 8 of a request" in str(request.error)
+        assert entered.wait(PATIENCE_S)
+        assert not both.freed, "blocks went back while they could be read"
+        go.set()
+        assert poll(both.producer.poll) == [request]
+        assert both.freed
+
+
+def test_reference_data_that_nobody_asked_for_is_not_kept() -> None:
+    with Callers() as both:
+        both.begin()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        (there,) = both.consumer.core.requests.values()
+        early = Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=b"of an earlier request")
+        channel = both.producer._channel
+        assert channel is not None
+        channel.send(early)
+        channel.send(LayerDone(  # comes behind it
+            request_id="r", buffer=0, src_rank=0, dst_rank=0, layer_start=0, layer_stop=1, token_start=0, token_stop=1,
+            nbytes=1,
+        ))  # fmt: skip
+        wait_until(lambda: bool(both.consumer.unknown_notices), "the notice")
+        assert there.references.empty()
