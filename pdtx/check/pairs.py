@@ -16,7 +16,8 @@ from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 from pdtx.units import ceil_div
 
-Tables = Sequence[int] | Int64s | Mapping[str, Sequence[int] | Int64s]
+Table = Sequence[int] | Int64s | torch.Tensor
+Tables = Table | Mapping[str, Table]
 """A request's block table: of the only group, or of each group by its name."""
 
 
@@ -149,6 +150,9 @@ def pair_caches(
     tokens: how many the request has, of which each group needs what a decoder would; or the positions themselves.
     Raises InputError, naming the field and both values, where the two keep different things, or blocks do not fit.
     """
+    if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer | range):
+        raise InputError(f"tokens is a number of tokens or a range of positions, not {tokens!r}")
+    tokens = tokens if isinstance(tokens, range) else int(tokens)
     _check_apart(source, destination)
     here = _sides("source", source, source_blocks, tokens)
     there = _sides("destination", destination, destination_blocks, tokens)
@@ -193,12 +197,34 @@ def _sides(name: str, caches: KVCaches, tables: Tables, tokens: int | range) -> 
     if wrong is not None:
         raise InputError(f"the {name}'s blocks are of {', '.join(tables)}; its groups are {', '.join(groups)}")
     found = [
-        GroupSide(group, np.asarray(tables[group.name], np.int64).reshape(-1), _positions(group, tokens))
+        GroupSide(group, _table(f"{name} group {group.name}", tables[group.name]), _positions(group, tokens))
         for group in caches.groups
     ]
     for side in found:
         side.check(name)
+    _check_pools(name, found)
     return found
+
+
+def _table(what: str, given: Table) -> Int64s:
+    """Return a block table as an array; a tensor of any device is one, too. Raises InputError for what is no ids."""
+    array = given.cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InputError(f"{what}: a block table is a list of ids, not {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def _check_pools(name: str, sides: Sequence[GroupSide]) -> None:
+    """Raise InputError where two groups of one pool, whose buffers may lie in the same bytes, name one block."""
+    users = dict[tuple[str, int], str]()
+    for side in sides:
+        for block in side.named.tolist() if side.group.pool else ():
+            user = users.setdefault((side.group.pool, block), side.group.name)
+            if user != side.group.name:
+                raise InputError(
+                    f"{name} groups {user} and {side.group.name} both name block {block} of pool {side.group.pool}, "
+                    "which one of them at a time can use"
+                )
 
 
 def _positions(group: CacheGroup, tokens: int | range) -> range:
@@ -223,6 +249,12 @@ def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:
     ):
         if one != other:
             raise InputError(f"buffer {destination.name}: {what} differ: source {one}, destination {other}")
+    if source.itemsize not in _LEAST_POISON:
+        sizes = ", ".join(map(str, _LEAST_POISON))
+        raise InputError(
+            f"buffer {destination.name}: elements of {source.itemsize} bytes cannot be checked; their size is one of "
+            f"{sizes}"
+        )
 
 
 def _check_apart(source: KVCaches, destination: KVCaches) -> None:
