@@ -205,6 +205,28 @@ def test_values_that_nobody_has_are_said_to_be_none(caches: Caches) -> None:
     assert "no row of the source holds this value" in str(run)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "channels", "tokens"),
+    [("bfloat16", 512, 16), ("bfloat16", 480, 16), ("uint8", 7, 4), ("uint8", 15, 4), ("uint8", 64, 16)],
+)
+def test_an_element_that_was_never_written_is_wrong_whichever_it_is(dtype: str, channels: int, tokens: int) -> None:
+    spec = pdtx.spec_of(num_layers=2, num_kv_heads=2, head_size=channels, dtype=dtype, block_size=tokens)
+    source, destination = (pdtx.cache_of(spec, "flash_attn_nhd", num_blocks=3) for _ in range(2))
+    ours, theirs = (cache.buffers[0].memory.view(getattr(torch, dtype)) for cache in (source, destination))
+    # Whatever looks like poison at the source is left out.
+    poison, asked = theirs.view(torch.uint8 if dtype == "uint8" else torch.int16).clone(), []
+
+    def move(_: object, __: object) -> None:
+        here, there = (one.view(poison.dtype).view(2, 2, 3, -1)[:, :, 1] for one in (ours, theirs))
+        left = here == poison.view(2, 2, 3, -1)[:, :, 1]
+        asked.append(int(left.sum()))
+        there[~left] = here[~left]
+
+    report = pdtx.check_transfer(source, destination, move, source_blocks=[1], destination_blocks=[1], tokens=tokens)
+    assert asked[0] == report.wrong == 0
+    assert report.ok
+
+
 def test_once_looks_for_rows(caches: Caches) -> None:
     def moved() -> None:
         caches.element(0, 0, 3, 1)[:] = caches.element(1, 1, 12, 0)

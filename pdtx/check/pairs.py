@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache
+from pdtx.cache.codes import Words
 from pdtx.cache.contents import codes_for
 from pdtx.cache.verify import Coordinate, Naming
 from pdtx.errors import InputError
@@ -21,8 +22,8 @@ Tables = Table | Mapping[str, Table]
 """A request's block table: of the only group, or of each group by its name."""
 
 
-_LEAST_POISON = {1: 0xAD, 2: 0xADDE, 4: 0xADDEADDE}
-"""By bytes of an element: the least that one of poison can be, wherever it begins."""
+_POISON_WORDS = {1: (0xAD, 0xDE), 2: (0xADDE, 0xDEAD), 4: (0xADDEADDE, 0xDEADDEAD)}
+"""By bytes of an element: what one of poison can be, by where it begins; ascending."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,26 @@ class BufferPair:
     @property
     def rounds(self) -> int:
         """How many digits it takes to tell all indices from one another, and from poison."""
-        poison, base, digits = _LEAST_POISON[self.codes.itemsize], 1 << (8 * self.codes.itemsize), 1
+        poison, base, digits = _POISON_WORDS[self.codes.itemsize][0], 1 << (8 * self.codes.itemsize), 1
         reach = poison
         while reach < self.codes.stop:
             reach, digits = reach * base + poison, digits + 1
         return digits
+
+    def values(self, layers: range, tokens: range) -> Words:
+        """Return what codes.of() returns, but for poison: what was never written must not look right.
+
+        Codes that are all different stay so, unless there are as many as an element has values.
+        """
+        codes, (low, high) = self.codes, _POISON_WORDS[self.codes.itemsize]
+        words = codes.of(layers, tokens)
+        if codes.plain and codes.stop + 2 <= 1 << (8 * codes.itemsize):
+            if codes.stop > low:
+                words += words >= low
+                words += words >= high
+            return words
+        words[(words == low) | (words == high)] ^= 1
+        return words
 
     def source_layer(self, layer: int) -> int:
         """Return the index at the source of a layer of the destination."""
@@ -249,8 +265,8 @@ def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:
     ):
         if one != other:
             raise InputError(f"buffer {destination.name}: {what} differ: source {one}, destination {other}")
-    if source.itemsize not in _LEAST_POISON:
-        sizes = ", ".join(map(str, _LEAST_POISON))
+    if source.itemsize not in _POISON_WORDS:
+        sizes = ", ".join(map(str, _POISON_WORDS))
         raise InputError(
             f"buffer {destination.name}: elements of {source.itemsize} bytes cannot be checked; their size is one of "
             f"{sizes}"

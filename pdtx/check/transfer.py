@@ -143,7 +143,7 @@ class _Check:
 
     def compare(self) -> Verification:
         """Do the first round: one transfer of values that look alike nowhere."""
-        self._fill(lambda pair: pair.codes.of)
+        self._fill(lambda pair: pair.values)
         self._poison()
         self.watch = MemoryWatch(self._destination, self._pairs)
         self._before = {at.key: at.words() for at in self._layers}
@@ -236,7 +236,7 @@ class _Check:
         for pair in self._pairs:
             blocks, whole = on_device(pair.here.table, pair.source), pair.here.whole
             for layer in range(pair.source.num_layers):
-                meant = word_rows(pair.codes.of, layer, whole, pair.parts)
+                meant = word_rows(pair.values, layer, whole, pair.parts)
                 found = pair.source.canonical(layer, blocks, whole.start, whole.stop)
                 changed += _differing(found, meant, pair)
         return changed
