@@ -227,6 +227,17 @@ def test_an_element_that_was_never_written_is_wrong_whichever_it_is(dtype: str, 
     assert report.ok
 
 
+@pytest.mark.parametrize("value", [0, 1, 0x51], ids=hex)
+def test_a_constant_comes_from_nowhere(caches: Caches, value: int) -> None:
+    # Whatever it is, it would be some element's index, were it taken for one.
+    rows = [(0, 0, 0, 0), (1, 1, 12, 3)]
+    report = caches.broken(lambda: [caches.element(*row).view(torch.uint8).fill_(value) for row in rows])
+    assert report.wrong == len(rows) * CHANNELS
+    assert [(where(run.first)[:4], run.source, run.poisoned) for run in report.runs] == [
+        (row, None, False) for row in rows
+    ]
+
+
 def test_once_looks_for_rows(caches: Caches) -> None:
     def moved() -> None:
         caches.element(0, 0, 3, 1)[:] = caches.element(1, 1, 12, 0)
