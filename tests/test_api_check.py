@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import pdtx
 from pdtx.kvspec import FullAttentionSpec
+from tests.foreign_scenes import Pages, hybrid_bytes, hybrid_over
 
 LAYERS, HEADS, CHANNELS, BLOCK, BLOCKS = 2, 4, 16, 8, 12
 SOURCE, DESTINATION, TOKENS = [3, 7, 5], [2, 1, 9], 20
@@ -202,6 +203,39 @@ def test_values_that_nobody_has_are_said_to_be_none(caches: Caches) -> None:
     assert run.source is None
     assert not run.poisoned
     assert "no row of the source holds this value" in str(run)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "tokens"),
+    [("bfloat16", 512, 16), ("bfloat16", 480, 16), ("uint8", 7, 4), ("uint8", 15, 4), ("uint8", 64, 16)],
+)
+def test_an_element_that_was_never_written_is_wrong_whichever_it_is(dtype: str, channels: int, tokens: int) -> None:
+    spec = pdtx.spec_of(num_layers=2, num_kv_heads=2, head_size=channels, dtype=dtype, block_size=tokens)
+    source, destination = (pdtx.cache_of(spec, "flash_attn_nhd", num_blocks=3) for _ in range(2))
+    ours, theirs = (cache.buffers[0].memory.view(getattr(torch, dtype)) for cache in (source, destination))
+    # Whatever looks like poison at the source is left out.
+    poison, asked = theirs.view(torch.uint8 if dtype == "uint8" else torch.int16).clone(), []
+
+    def move(_: object, __: object) -> None:
+        here, there = (one.view(poison.dtype).view(2, 2, 3, -1)[:, :, 1] for one in (ours, theirs))
+        left = here == poison.view(2, 2, 3, -1)[:, :, 1]
+        asked.append(int(left.sum()))
+        there[~left] = here[~left]
+
+    report = pdtx.check_transfer(source, destination, move, source_blocks=[1], destination_blocks=[1], tokens=tokens)
+    assert asked[0] == report.wrong == 0
+    assert report.ok
+
+
+@pytest.mark.parametrize("value", [0, 1, 0x51], ids=hex)
+def test_a_constant_comes_from_nowhere(caches: Caches, value: int) -> None:
+    # Whatever it is, it would be some element's index, were it taken for one.
+    rows = [(0, 0, 0, 0), (1, 1, 12, 3)]
+    report = caches.broken(lambda: [caches.element(*row).view(torch.uint8).fill_(value) for row in rows])
+    assert report.wrong == len(rows) * CHANNELS
+    assert [(where(run.first)[:4], run.source, run.poisoned) for run in report.runs] == [
+        (row, None, False) for row in rows
+    ]
 
 
 def test_once_looks_for_rows(caches: Caches) -> None:
@@ -449,6 +483,13 @@ def test_runs_are_limited_and_counted(caches: Caches) -> None:
         ({"destination_blocks": {"fool": [2, 1, 9]}}, "blocks are of fool; its groups are full"),
         ({"tokens": 0}, "0 tokens leave nothing to be moved"),
         ({"tokens": range(4, 20, 2)}, "no range of positions"),
+        ({"tokens": True}, "a number of tokens or a range of positions, not True"),
+        ({"tokens": 20.0}, r"a number of tokens or a range of positions, not 20\.0"),
+        (
+            {"source_blocks": [3.5, 7, 5]},
+            r"source group full: a block table is a list of ids, not float64 of shape \(3,\)",
+        ),
+        ({"destination_blocks": [[2, 1, 9]]}, r"a block table is a list of ids, not int64 of shape \(1, 3\)"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused_before_anything_is_written(options: dict[str, Any], text: str) -> None:
@@ -457,6 +498,42 @@ def test_blocks_that_do_not_fit_are_refused_before_anything_is_written(options: 
         caches.check(lambda ours, theirs: pytest.fail("moved"), **options)
     assert not caches.here.any()
     assert not caches.there.any()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor], ids=["list", "tuple", "array", "tensor"])
+def test_tables_and_tokens_may_be_of_any_whole_numbers(kind: Callable[[list[int]], Any]) -> None:
+    caches = Caches()
+    for tokens in (TOKENS, np.int64(TOKENS)):
+        assert caches.check(
+            caches.right, source_blocks=kind(SOURCE), destination_blocks=kind(DESTINATION), tokens=tokens
+        ).ok
+
+
+def test_a_block_of_two_groups_of_one_pool_is_refused() -> None:
+    ours, theirs = (Pages(hybrid_bytes(10), seed) for seed in range(2))
+    here, there = (hybrid_over(pages.memory, num_blocks=10) for pages in (ours, theirs))
+    apart = {"full": [1, 2, 3], "window.0": [0, 4, 5], "window.1": [6, 7, 8]}
+    for source, destination, side in (
+        (apart | {"window.0": [0, 4, 2]}, apart, "source"),
+        (apart, apart | {"window.0": [0, 4, 2]}, "destination"),
+    ):
+        with pytest.raises(pdtx.InputError, match=f"{side} groups full and window.0 both name block 2 of pool one"):
+            pdtx.check_transfer(
+                here,
+                there,
+                lambda *_: pytest.fail("moved"),
+                source_blocks=source,
+                destination_blocks=destination,
+                tokens=12,
+            )
+    assert not ours.changed() | theirs.changed()
+
+
+def test_elements_of_eight_bytes_are_refused() -> None:
+    spec = pdtx.spec_of(num_kv_heads=2, head_size=16, dtype="float64", block_size=8)
+    here, there = (pdtx.cache_of(spec, num_blocks=3) for _ in range(2))
+    with pytest.raises(pdtx.InputError, match="elements of 8 bytes cannot be checked; their size is one of 1, 2, 4"):
+        pdtx.check_transfer(here, there, lambda *_: None, source_blocks=[1], destination_blocks=[1], tokens=3)
 
 
 def test_caches_of_different_things_are_refused() -> None:

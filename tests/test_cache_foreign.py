@@ -221,6 +221,14 @@ class TestRefusals:
         with pytest.raises(CacheError, match="buffer b has 6 blocks, group g 7"):
             KVCaches.over([group_of(FULL, 7)], [foreign(FULL, "vllm_lbhnc", memory)])
 
+    def test_two_layers_of_one_name(self) -> None:
+        spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="bfloat16")
+        memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        buffer = ForeignBuffer("kv", "g", spec, "vllm_lbhnc", ["a", "b", "a"], 6, memory)
+        with pytest.raises(CacheError, match="buffer kv has two layers of one name: a, b, a"):
+            KVCaches.over([group_of(spec)], [buffer])
+        assert not memory.any()
+
     def test_layouts_that_no_buffer_has(self) -> None:
         with pytest.raises(LayoutError, match="unknown layout 'vllm_magic'"):
             over(FULL, "vllm_magic", Pages(1 << 14).memory)

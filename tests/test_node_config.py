@@ -182,6 +182,8 @@ def test_bounds_are_those_of_the_command_line(node: str) -> None:
         (lambda: SendConfig(mode="fast"), "mode", "mode 'fast' is not one of direct, staged, auto"),
         (lambda: TierConfig(kv_offloading_size=-1.0), "kv_offloading_size", "is -1.0; give 0 or more"),
         (lambda: TierConfig(kv_offloading_size=float("nan")), "kv_offloading_size", "give a finite number"),
+        (lambda: TierConfig(kv_offloading_size=10**400), "kv_offloading_size", "give a finite number"),
+        (lambda: CacheConfig(num_blocks=10**400), "num_blocks", "give a finite number"),
         (lambda: TierConfig(kv_offloading_policy="mru"), "kv_offloading_policy", "takes lru, arc, fifo, s3fifo, not"),
         (lambda: TierConfig(kv_offloading_write="no"), "kv_offloading_write", "takes through, back, not 'no'"),
         (lambda: TierConfig(kv_offloading_dir=Path("d")), "kv_offloading_dir", "go together"),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pdtx.engine import KVConsumer
-from pdtx.errors import AddressInUse, InputError, PdtxError, PeerUnreachable
+from pdtx.errors import AddressInUse, InputError, PdtxError, PeerUnreachable, TierError
 from pdtx.node import (
     CacheConfig,
     CaptureConfig,
@@ -247,6 +247,15 @@ def test_a_start_that_fails_leaves_nothing_open() -> None:
     nobody = prefill_config(f"127.0.0.1:{free_port()}", connect_timeout=0.2)
     with pytest.raises(PeerUnreachable), PrefillNode(nobody):
         pass
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_tier_in_memory_is_closed_where_the_one_on_disk_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tiers = TierConfig(kv_offloading_size=1 / 64, kv_offloading_disk_size=1 / 64, kv_offloading_dir=tmp_path / "file")
+    for _ in range(3):
+        with pytest.raises(TierError, match="cannot keep blocks in"), DecodeNode(decode_config(tiers=tiers)):
+            pass
 
 
 @pytest.mark.usefixtures("nothing_left")

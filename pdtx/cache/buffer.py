@@ -98,6 +98,8 @@ class PagedBuffer(ABC):
         self.layer_names = tuple(layer_names or (f"layers.{layer}" for layer in range(num_layers)))
         if len(self.layer_names) != num_layers:
             raise CacheError(f"buffer {self.name} has {num_layers} layers and {len(self.layer_names)} names for them")
+        if len(set(self.layer_names)) < num_layers:
+            raise CacheError(f"buffer {self.name} has two layers of one name: {', '.join(self.layer_names)}")
         self.layout = any_layout(
             layout or self.usual_layout,
             rank_spec(spec, tp_size),

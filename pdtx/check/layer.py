@@ -54,7 +54,7 @@ class RankLayer:
         """The canonical bytes that it should hold in the first round."""
         heads = self.view.heads
         layer = self.pair.source_layer(self.layer)
-        rows = word_rows(self.pair.codes.of, layer, self.pair.there.positions, self.pair.parts)
+        rows = word_rows(self.pair.values, layer, self.pair.there.positions, self.pair.parts)
         return rows[:, :, heads.start : heads.stop].contiguous()
 
     def read(self, positions: range | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache
+from pdtx.cache.codes import Words
 from pdtx.cache.contents import codes_for
 from pdtx.cache.verify import Coordinate, Naming
 from pdtx.errors import InputError
@@ -16,12 +17,13 @@ from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 from pdtx.units import ceil_div
 
-Tables = Sequence[int] | Int64s | Mapping[str, Sequence[int] | Int64s]
+Table = Sequence[int] | Int64s | torch.Tensor
+Tables = Table | Mapping[str, Table]
 """A request's block table: of the only group, or of each group by its name."""
 
 
-_LEAST_POISON = {1: 0xAD, 2: 0xADDE, 4: 0xADDEADDE}
-"""By bytes of an element: the least that one of poison can be, wherever it begins."""
+_POISON_WORDS = {1: (0xAD, 0xDE), 2: (0xADDE, 0xDEAD), 4: (0xADDEADDE, 0xDEADDEAD)}
+"""By bytes of an element: what one of poison can be, by where it begins; ascending."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,26 @@ class BufferPair:
     @property
     def rounds(self) -> int:
         """How many digits it takes to tell all indices from one another, and from poison."""
-        poison, base, digits = _LEAST_POISON[self.codes.itemsize], 1 << (8 * self.codes.itemsize), 1
+        poison, base, digits = _POISON_WORDS[self.codes.itemsize][0], 1 << (8 * self.codes.itemsize), 1
         reach = poison
         while reach < self.codes.stop:
             reach, digits = reach * base + poison, digits + 1
         return digits
+
+    def values(self, layers: range, tokens: range) -> Words:
+        """Return what codes.of() returns, but for poison: what was never written must not look right.
+
+        Codes that are all different stay so, unless there are as many as an element has values.
+        """
+        codes, (low, high) = self.codes, _POISON_WORDS[self.codes.itemsize]
+        words = codes.of(layers, tokens)
+        if codes.plain and codes.stop + 2 <= 1 << (8 * codes.itemsize):
+            if codes.stop > low:
+                words += words >= low
+                words += words >= high
+            return words
+        words[(words == low) | (words == high)] ^= 1
+        return words
 
     def source_layer(self, layer: int) -> int:
         """Return the index at the source of a layer of the destination."""
@@ -149,6 +166,9 @@ def pair_caches(
     tokens: how many the request has, of which each group needs what a decoder would; or the positions themselves.
     Raises InputError, naming the field and both values, where the two keep different things, or blocks do not fit.
     """
+    if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer | range):
+        raise InputError(f"tokens is a number of tokens or a range of positions, not {tokens!r}")
+    tokens = tokens if isinstance(tokens, range) else int(tokens)
     _check_apart(source, destination)
     here = _sides("source", source, source_blocks, tokens)
     there = _sides("destination", destination, destination_blocks, tokens)
@@ -193,12 +213,34 @@ def _sides(name: str, caches: KVCaches, tables: Tables, tokens: int | range) -> 
     if wrong is not None:
         raise InputError(f"the {name}'s blocks are of {', '.join(tables)}; its groups are {', '.join(groups)}")
     found = [
-        GroupSide(group, np.asarray(tables[group.name], np.int64).reshape(-1), _positions(group, tokens))
+        GroupSide(group, _table(f"{name} group {group.name}", tables[group.name]), _positions(group, tokens))
         for group in caches.groups
     ]
     for side in found:
         side.check(name)
+    _check_pools(name, found)
     return found
+
+
+def _table(what: str, given: Table) -> Int64s:
+    """Return a block table as an array; a tensor of any device is one, too. Raises InputError for what is no ids."""
+    array = given.cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InputError(f"{what}: a block table is a list of ids, not {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def _check_pools(name: str, sides: Sequence[GroupSide]) -> None:
+    """Raise InputError where two groups of one pool, whose buffers may lie in the same bytes, name one block."""
+    users = dict[tuple[str, int], str]()
+    for side in sides:
+        for block in side.named.tolist() if side.group.pool else ():
+            user = users.setdefault((side.group.pool, block), side.group.name)
+            if user != side.group.name:
+                raise InputError(
+                    f"{name} groups {user} and {side.group.name} both name block {block} of pool {side.group.pool}, "
+                    "which one of them at a time can use"
+                )
 
 
 def _positions(group: CacheGroup, tokens: int | range) -> range:
@@ -223,6 +265,12 @@ def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:
     ):
         if one != other:
             raise InputError(f"buffer {destination.name}: {what} differ: source {one}, destination {other}")
+    if source.itemsize not in _POISON_WORDS:
+        sizes = ", ".join(map(str, _POISON_WORDS))
+        raise InputError(
+            f"buffer {destination.name}: elements of {source.itemsize} bytes cannot be checked; their size is one of "
+            f"{sizes}"
+        )
 
 
 def _check_apart(source: KVCaches, destination: KVCaches) -> None:

@@ -22,7 +22,7 @@ class RowIndex:
         for pair in pairs:
             for layer in range(pair.source.num_layers):
                 which = range(layer, layer + 1), pair.here.whole
-                words = np.ascontiguousarray(pair.codes.of(*which)[0][: pair.parts])
+                words = np.ascontiguousarray(pair.values(*which)[0][: pair.parts])
                 rows = words.reshape(-1, words.shape[-1]).view(np.uint8)
                 hashes.append(_hashes(rows))
                 first = pair.codes.index(*which)[0][: pair.parts, ..., 0]

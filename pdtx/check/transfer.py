@@ -143,7 +143,7 @@ class _Check:
 
     def compare(self) -> Verification:
         """Do the first round: one transfer of values that look alike nowhere."""
-        self._fill(lambda pair: pair.codes.of)
+        self._fill(lambda pair: pair.values)
         self._poison()
         self.watch = MemoryWatch(self._destination, self._pairs)
         self._before = {at.key: at.words() for at in self._layers}
@@ -161,25 +161,34 @@ class _Check:
         return seen
 
     def name_exactly(self, wrong: _Wrong) -> None:
-        """Repeat the transfer with the digits of indices for values, and read the indices that arrived."""
+        """Repeat the transfer with the digits of indices for values, and read the indices that arrived.
+
+        The last round has the first one's values inverted: what is the same in both came from nowhere in the source.
+        """
         rounds = max(pair.rounds for pair in self._pairs)
         held, touched = dict[Key, Int64s](), dict[Key, Bools]()
         for place in range(rounds):
-            self._fill(partial(_digits, place=place))
-            self._poison()
-            before = {at.key: at.words() for at in self._layers}
-            self._call()
-            for at in self._layers:
-                words = at.words()
+            for at, words, written in self._round(partial(_digits, place=place)):
                 shift = 8 * at.pair.codes.itemsize * place
                 if at.key not in held:
                     held[at.key], touched[at.key] = np.zeros(words.shape, np.int64), np.zeros(words.shape, bool)
                 if place < at.pair.rounds:
                     held[at.key] |= words.astype(np.int64) << shift
-                    touched[at.key] |= words != before[at.key]
-        for at in self._layers:
-            index = np.where(self._known(held[at.key]), held[at.key], UNKNOWN)
+                    touched[at.key] |= written
+        for at, words, written in self._round(_inverted):
+            touched[at.key] |= written
+            follows = ~words == held[at.key].astype(words.dtype)
+            index = np.where(follows & self._known(held[at.key]), held[at.key], UNKNOWN)
             wrong.add(at, np.where(touched[at.key], index, NEVER_WRITTEN))
+
+    def _round(self, words: Callable[[BufferPair], WordsOf]) -> list[tuple[RankLayer, Words, Bools]]:
+        """Transfer values; return what each layer holds then, and where that is not what it held before."""
+        self._fill(words)
+        self._poison()
+        before = [at.words() for at in self._layers]
+        self._call()
+        found = [at.words() for at in self._layers]
+        return [(at, here, here != there) for at, here, there in zip(self._layers, found, before, strict=True)]
 
     def _known(self, held: Int64s) -> Bools:
         """Whether there is an element of an index."""
@@ -236,7 +245,7 @@ class _Check:
         for pair in self._pairs:
             blocks, whole = on_device(pair.here.table, pair.source), pair.here.whole
             for layer in range(pair.source.num_layers):
-                meant = word_rows(pair.codes.of, layer, whole, pair.parts)
+                meant = word_rows(pair.values, layer, whole, pair.parts)
                 found = pair.source.canonical(layer, blocks, whole.start, whole.stop)
                 changed += _differing(found, meant, pair)
         return changed
@@ -250,6 +259,10 @@ def _beside(pair: BufferPair) -> Iterator[range]:
 
 def _digits(pair: BufferPair, place: int) -> WordsOf:
     return lambda layers, tokens: pair.codes.digits(layers, tokens, min(place, pair.rounds - 1))
+
+
+def _inverted(pair: BufferPair) -> WordsOf:
+    return lambda layers, tokens: ~pair.codes.digits(layers, tokens, 0)
 
 
 def _differing(found: torch.Tensor, meant: torch.Tensor, pair: BufferPair) -> int:

@@ -64,12 +64,19 @@ def _check(owner: str, field: OptionField, value: object) -> None:
         raise ConfigError(field.name, f"{name} takes {wanted}, not {value!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    if not math.isfinite(value):
+    if not _is_finite(value):
         raise ConfigError(field.name, f"{name} is {value!r}; give a finite number")
     if option.min is not None and value < option.min:
         raise ConfigError(field.name, f"{name} is {value!r}; give {option.min:g} or more")
     if option.max is not None and value > option.max:
         raise ConfigError(field.name, f"{name} is {value!r}; give {option.max:g} or less")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _members(kind: object) -> tuple[object, ...]:

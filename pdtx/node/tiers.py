@@ -70,6 +70,8 @@ def open_tiers(
     tokens = config.kv_offloading_block_size or block_size
     fingerprint = fingerprint_of(cache, model=runner.fingerprint)
     cpu = _cpu_tier(config, cache, tokens) if config.kv_offloading_size else None
+    if cpu is not None:
+        stack.callback(cpu.close)  # at once: what follows may fail, and closing it twice does no harm
     own = _own_tier(config, cache, tokens, fingerprint, cpu)
     if own is not None:
         stack.callback(own.close)
