@@ -231,7 +231,12 @@ def test_an_element_that_was_never_written_is_wrong_whichever_it_is(dtype: str, 
 def test_a_constant_comes_from_nowhere(caches: Caches, value: int) -> None:
     # Whatever it is, it would be some element's index, were it taken for one.
     rows = [(0, 0, 0, 0), (1, 1, 12, 3)]
-    report = caches.broken(lambda: [caches.element(*row).view(torch.uint8).fill_(value) for row in rows])
+
+    def make_up() -> None:
+        for row in rows:
+            caches.element(*row).view(torch.uint8).fill_(value)
+
+    report = caches.broken(make_up)
     assert report.wrong == len(rows) * CHANNELS
     assert [(where(run.first)[:4], run.source, run.poisoned) for run in report.runs] == [
         (row, None, False) for row in rows

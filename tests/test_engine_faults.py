@@ -20,7 +20,7 @@ def test_a_request_that_no_message_can_carry_leaves_its_blocks_to_the_caller() -
         assert not getattr(both.producer.pool, "num_leases")  # noqa: B009 - of CallerBlocks
 
 
-@pytest.mark.parametrize("reason", ["\ud800 is in no encoding", "a\x1b[31mred\nline"])
+@pytest.mark.parametrize("reason", ["\ud800 is in no encoding", "a\x1b[31mred\nline"], ids=["surrogate", "escapes"])
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_a_reason_of_any_characters_ends_both_sides_and_arrives_printable(side: str, reason: str) -> None:
     with Callers() as both:
