@@ -312,7 +312,7 @@ class InboundControl:
 
     def _report(self, request: InboundRequest, error: PdtxError, phase: str, *, tell: bool) -> None:
         peer, extra = request.session.engine_id, {"request_id": request.request_id}
-        logger.warning("request %s from %s failed: %s", request.request_id, peer, error, extra=extra)
+        logger.warning("request %s from %s failed: %s", request.request_id, peer, reason_of(error), extra=extra)
         if not tell:
             return
         wrong = None
