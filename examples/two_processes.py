@@ -30,9 +30,9 @@ if __name__ == "__main__":
         ours.send(receiving.ticket)
         receiving.wait()
     process.join()
-    expected = torch.zeros_like(memory)
+    expected, given = torch.zeros_like(memory), contents()
     for source, destination, count in (PLAN.descriptors // 2).tolist():
-        expected[destination : destination + count] = contents()[source : source + count]
+        expected[destination : destination + count] = given[source : source + count]
     wrong = int((memory != expected).sum())
     print(f"received {PLAN.nbytes:,} bytes; {wrong} of {len(memory):,} elements wrong")
     raise SystemExit(1 if wrong or process.exitcode else 0)

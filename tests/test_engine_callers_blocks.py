@@ -181,6 +181,37 @@ def test_what_is_cached_is_neither_sent_nor_touched_nor_compared() -> None:
         assert request.grant.groups[0].block_ids[0] in (0, 5)
 
 
+@pytest.mark.parametrize("cached", [1, 16, 31, 33, TOKENS - 1, TOKENS])
+def test_a_cached_beginning_may_end_inside_a_block(cached: int) -> None:
+    """Such a block was not filled with poison, and is no stray for it; what lies beside is compared all the same."""
+    with Callers() as callers:
+        for layer in range(callers.destination.num_layers):
+            callers.destination.view(layer)[:, 4:6] = 3.0
+        callers.consumer.expect("r", TOKENS, [[5, 4]], cached_tokens=cached, deadline_s=20.0)
+        request = callers.begin()
+        callers.compute(request)
+        callers.producer.computed(request)
+        assert callers.arrived().error is None
+        callers.require_equal(request, [5, 4], start=cached)
+
+
+@pytest.mark.parametrize(
+    ("slice_", "text"),
+    [
+        ((1, 0, 0, 8), "buffer 1; this cache has 1: full"),
+        ((0, 3, 0, 8), "layer 3; buffer full has 3"),
+        ((0, 0, 0, TOKENS + 1), f"tokens 0..{TOKENS + 1}; the prompt has {TOKENS}"),
+        ((0, 0, -1, 8), r"tokens -1..8"),
+    ],
+)
+def test_what_the_cache_does_not_have_is_not_ready(slice_: tuple[int, int, int, int], text: str) -> None:
+    with Callers() as callers:
+        request = callers.begin()
+        with pytest.raises(InputError, match=text):
+            callers.producer.layer_ready(request, *slice_)
+        callers.producer.cancel(request, "enough")
+
+
 def test_only_blocks_that_a_request_names_are_poisoned_and_never_the_null_block() -> None:
     with Callers() as callers:
         for layer in range(callers.destination.num_layers):
@@ -225,6 +256,11 @@ def test_another_number_of_tokens_fails_both_sides_with_both_numbers() -> None:
         (lambda c: c.expect("r", TOKENS, [[5, 5]], deadline_s=1.0), CacheError, "block 5 stands twice"),
         (lambda c: c.expect("r", TOKENS, [[5, 99]], deadline_s=1.0), CacheError, "block id 99 is outside its pool"),
         (lambda c: c.expect("r", TOKENS, [], deadline_s=1.0), CacheError, "0 block tables were given"),
+        (
+            lambda c: c.expect("r", TOKENS, [[5, 0]], deadline_s=1.0),
+            InputError,
+            "has the null block at 1, where positions",
+        ),
         (lambda c: c.expect("r", 4, [[5]], cached_tokens=5, deadline_s=1.0), InputError, "cached_tokens is 5"),
     ],
 )
@@ -259,7 +295,7 @@ def test_nobody_waits_longer_than_the_deadline_of_the_expectation(asked: bool) -
         begun, error = time.monotonic(), callers.arrived().error
         assert time.monotonic() - begun < PATIENCE_S
         assert isinstance(error, DeadlineExceeded)
-        assert error.phase == ("payload" if asked else "a prefill node's request")
+        assert error.phase == ("payload" if asked else "a request for it")
         if request is not None:
             with pytest.raises(TransferError, match="waiting for payload"):
                 callers.producer.wait(request)

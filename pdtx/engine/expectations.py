@@ -59,7 +59,7 @@ class Expectations:
         """Drop what no producer has asked for by its deadline."""
         for expected in [expected for expected in self.expected.values() if expected.deadline < now]:
             waited = round(expected.deadline - expected.begun, 3)
-            self.drop(expected.request_id, DeadlineExceeded("a prefill node's request", "any of them", waited))
+            self.drop(expected.request_id, DeadlineExceeded("a request for it", "any prefill node", waited))
 
     def take_arrived(self) -> list[Arrived]:
         """Return what has ended since the last call."""

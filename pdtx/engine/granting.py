@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pdtx.cache import AllocatingBlockPool, CacheGroup
 from pdtx.engine.inbound import Expectation, GroupNeed, InboundRequest
 from pdtx.errors import InputError, OutOfBlocks
@@ -29,7 +31,7 @@ def needs_of(groups: Sequence[CacheGroup], ask: TransferRequest, align: int = 1)
 def needs_of_tables(groups: Sequence[CacheGroup], expected: Expectation) -> tuple[GroupNeed, ...]:
     """Return what an expected request needs of each group: what lies behind what is cached, in the caller's blocks.
 
-    Raises InputError for a table that is too short.
+    Raises InputError for a table that is too short, or has the null block where something is to be written.
     """
     needs = list[GroupNeed]()
     for group, blocks in zip(groups, expected.blocks.groups, strict=True):
@@ -41,16 +43,31 @@ def needs_of_tables(groups: Sequence[CacheGroup], expected: Expectation) -> tupl
                 f"request {expected.request_id}: the block table of group {group.name} has {len(blocks)} blocks; "
                 f"positions up to {positions.stop} take {last}"
             )
+        absent = np.flatnonzero(blocks.ids[first:last] == NULL_BLOCK)
+        if len(absent):
+            raise InputError(
+                f"request {expected.request_id}: the block table of group {group.name} has the null block at "
+                f"{first + int(absent[0])}, where positions {positions.start}..{positions.stop} are to be written"
+            )
         needs.append(GroupNeed(positions, range(first, max(first, len(blocks))), range(first, last)))
     return tuple(needs)
+
+
+def cached_blocks(group: CacheGroup, cached_tokens: int) -> int:
+    """Return how many blocks of a table hold something of the first cached_tokens, the last of them maybe in part."""
+    return 0 if group.kind in ("state", "cross") else ceil_div(cached_tokens, group.block_size)
+
+
+def kept_blocks(group: CacheGroup, request: InboundRequest) -> int:
+    """Return how many blocks of an expected request's table hold a cached beginning, so that nothing touched them."""
+    return cached_blocks(group, request.fetched.num_tokens) if request.expected else 0
 
 
 def blocks_to_poison(groups: Sequence[CacheGroup], expected: Expectation) -> list[Int64s]:
     """Return the blocks of an expected request that hold nothing of what is cached, for each group."""
     found = list[Int64s]()
     for group, blocks in zip(groups, expected.blocks.groups, strict=True):
-        cached = 0 if group.kind in ("state", "cross") else ceil_div(expected.cached_tokens, group.block_size)
-        ids = blocks.ids[cached:]
+        ids = blocks.ids[cached_blocks(group, expected.cached_tokens) :]
         found.append(ids[ids != NULL_BLOCK])
     return found
 

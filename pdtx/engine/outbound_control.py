@@ -144,13 +144,18 @@ class OutboundControl:
         return bool(self.requests or self.draining)
 
     def _expire(self, request: OutboundRequest) -> None:
-        detail = f"{request.nbytes} bytes shipped, {request.unsent} pieces of them not acknowledged"
+        detail, peer = (
+            f"{request.nbytes} bytes shipped, {request.unsent} pieces of them not acknowledged",
+            self.session.peer,
+        )
+        if request.state is OutboundState.COMPUTING:
+            detail, peer = f"{detail}; computed() was not called", "this node"
         if request.state is OutboundState.NEW and self.session.attempt_error is not None:
             detail = str(self.session.attempt_error)
         elif request.posted:
             detail += f", first {next(iter(request.posted))}"
         waited = round(request.deadline - request.begun, 3)
-        self.end(request, DeadlineExceeded(request.phase, self.session.peer, waited, detail))
+        self.end(request, DeadlineExceeded(request.phase, peer, waited, detail))
 
     # -- a request's life ---------------------------------------------------------------------------------------------
 

@@ -187,10 +187,23 @@ class KVProducer:
     def layer_ready(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
         """Ship what tokens start..stop have made of one layer of a buffer, which now lies in the cache.
 
-        Returns at once. Ships nothing for a layer that the consumer does not have, and only positions that it needs.
+        buffer: the index in cache.buffers; layer: in that buffer. Returns at once. Ships nothing for a layer that the
+        consumer does not have, and only positions that it needs. Raises InputError for what the cache does not have.
         """
+        self._check_slice(request, buffer, layer, start, stop)
         ready = ReadySlice(buffer, layer, start, stop, record_fence(self.cache.device))
         self.control.post(self.core.on_ready, request, ready)
+
+    def _check_slice(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
+        buffers, name = self.cache.buffers, f"request {request.request_id}: layer_ready() of"
+        if not 0 <= buffer < len(buffers):
+            raise InputError(
+                f"{name} buffer {buffer}; this cache has {len(buffers)}: {', '.join(b.name for b in buffers)}"
+            )
+        if not 0 <= layer < buffers[buffer].num_layers:
+            raise InputError(f"{name} layer {layer}; buffer {buffers[buffer].name} has {buffers[buffer].num_layers}")
+        if not 0 <= start <= stop <= request.num_tokens:
+            raise InputError(f"{name} tokens {start}..{stop}; the prompt has {request.num_tokens}")
 
     def prefix_ready(self, request: OutboundRequest, num_tokens: int) -> None:
         """Ship the first num_tokens of a prompt, of which all lies in the cache without having been computed."""

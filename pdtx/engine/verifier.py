@@ -15,6 +15,7 @@ import torch
 
 from pdtx.cache import CallerBlocks, GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
 from pdtx.cache.verify import NOTHING_COMPARED, Kind, Meant, Mismatch, Naming
+from pdtx.engine.granting import kept_blocks
 from pdtx.engine.inbound import GroupNeed, InboundRequest, Session
 from pdtx.engine.loaded_blocks import compare_loaded, unchecked_positions
 from pdtx.errors import DeadlineExceeded, PdtxError, ProtocolError, VerificationError
@@ -188,17 +189,20 @@ class Verifier:
             # The null block is nobody's, so it is nobody's to write.
             untouched = np.append(self._pool.untouched(free)[group], NULL_BLOCK)
             strays = count(untouched[written[untouched]])
-        later = request.tables[group][subject.need.granted.stop :]
+        # What holds a part of a cached beginning was not filled with poison.
+        kept = kept_blocks(self._cache.groups[group], request)
+        later = request.tables[group][max(subject.need.granted.stop, kept) :]
         strays += count(later[later != NULL_BLOCK])
         if not subject.need.positions or "token" not in buffer.layout.sliceable:
             # Blocks that only move whole bring their last positions along, whoever needs them.
             return strays
         size = buffer.block_size
-        before, after = subject.need.positions.start % size, subject.need.positions.stop % size
+        positions = subject.need.positions
+        before, after = positions.start % size, positions.stop % size
         # A tier's first block brings the positions before along.
-        if before and request.fetched.num_tokens <= subject.need.positions.start:
-            first = subject.table[subject.need.positions.start // size :][:1]
+        if before and request.fetched.num_tokens <= positions.start and positions.start // size >= kept:
+            first = subject.table[positions.start // size :][:1]
             strays += count(first) - count(first, before)
-        if after:
+        if after and positions.stop // size >= kept:
             strays += count(subject.table[-1:], after)
         return strays

@@ -112,10 +112,12 @@ class Dialer(Channel):
             if outcome is _Outcome.SILENT:
                 raise PeerSilent(
                     f"{self.address} takes the connection but does not answer within {timeout_s:g} s; "
-                    "is pdtx-decode there, and running?"
+                    "is the decode side there, and running?"
                 )
             if time.monotonic() + _RETRY_S >= deadline:
-                raise PeerUnreachable(f"nobody answers at {self.address} within {timeout_s:g} s; is pdtx-decode there?")
+                raise PeerUnreachable(
+                    f"nobody answers at {self.address} within {timeout_s:g} s; is the decode side there?"
+                )
             time.sleep(_RETRY_S)
             while self._monitor.poll(0):  # what is still to be said about the attempt that failed
                 recv_monitor_message(self._monitor)
