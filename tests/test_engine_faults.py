@@ -9,7 +9,7 @@ import pytest
 from pdtx.engine import KVProducer
 from pdtx.engine.shipping import Item
 from pdtx.errors import PdtxError, PeerLost, ProtocolError
-from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference
+from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference, Refuse
 from pdtx.sidechannel import Dialer
 from pdtx.transports import make_mover
 from tests.engine_pair import OPEN, PATIENCE_S, caches_of, describe, wait_until
@@ -197,3 +197,19 @@ def test_a_lost_channel_ends_its_requests_also_where_another_is_being_dialled() 
         go.set()
         assert poll(both.producer.poll) == [request]
         assert "it was killed" in str(request.error)
+
+
+@pytest.mark.parametrize("kind", ["failure", "refuse"])
+def test_a_failure_of_an_earlier_request_of_that_name_ends_both_sides(kind: str) -> None:
+    with Callers() as both:
+        request = both.begin()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        (session,) = both.consumer.core.sessions.values()
+        stale = (
+            Failure(request_id="r", phase="payload", reason="")
+            if kind == "failure"
+            else Refuse(request_id="r", reason="in use")
+        )
+        both.consumer._send(session, stale)
+        assert poll(both.producer.poll) == [request]
+        wait_until(lambda: not both.consumer.core.requests, "the end at the consumer")
