@@ -1,15 +1,18 @@
 """What goes wrong in the middle of a call leaves nothing behind: no block, no thread, no request without an end."""
 
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from pdtx.engine import KVProducer
 from pdtx.engine.shipping import Item
-from pdtx.errors import ProtocolError
-from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference
-from tests.engine_pair import PATIENCE_S, wait_until
+from pdtx.errors import PdtxError, PeerLost, ProtocolError
+from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference, Refuse
+from pdtx.sidechannel import Dialer
+from pdtx.transports import make_mover
+from tests.engine_pair import OPEN, PATIENCE_S, caches_of, describe, wait_until
 from tests.test_engine_callers_blocks import TOKENS, Callers, poll
 
 
@@ -140,3 +143,73 @@ def test_reference_data_that_nobody_asked_for_is_not_kept() -> None:
         ))  # fmt: skip
         wait_until(lambda: bool(both.consumer.unknown_notices), "the notice")
         assert there.references.empty()
+
+
+def _dialers(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None) -> list[Dialer]:
+    """Every dialer that connects from now on."""
+    found, connect = list[Dialer](), Dialer.connect
+
+    def note(dialer: Dialer, timeout_s: float) -> None:
+        found.append(dialer)
+        before()
+        connect(dialer, timeout_s)
+
+    monkeypatch.setattr(Dialer, "connect", note)
+    return found
+
+
+def test_a_producer_that_is_closed_while_it_dials_leaves_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Callers() as both:
+        go = Event()
+        dialled = _dialers(monkeypatch, lambda: go.wait(PATIENCE_S))
+        channel = both.producer._channel
+        assert channel is not None
+        channel._lose(PeerLost("lost"), "lost")
+        both.begin()
+        wait_until(lambda: bool(dialled), "the second channel")
+        closer = Thread(target=both.producer.close)
+        closer.start()
+        wait_until(lambda: both.producer._opener._closed, "close() to wait for the opener")
+        go.set()
+        closer.join(PATIENCE_S)
+        assert [dialer._thread.is_alive() for dialer in dialled] == [False]
+
+
+def test_a_connect_that_fails_leaves_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Callers() as both:
+        dialled = _dialers(monkeypatch)
+        cache = caches_of(both.source)
+        other = KVProducer(cache, describe(cache), make_mover("inproc"))
+        with pytest.raises(PdtxError, match="mover"):
+            other.connect(f"{both.producer._channel.address}", security=OPEN)  # type: ignore[union-attr]
+        assert [dialer._thread.is_alive() for dialer in dialled] == [False]
+        other.close()
+
+
+def test_a_lost_channel_ends_its_requests_also_where_another_is_being_dialled() -> None:
+    with Callers() as both:
+        request, channel, go = both.begin(), both.producer._channel, Event()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        assert channel is not None
+        both.producer.control.post(go.wait, PATIENCE_S)
+        channel._lose(PeerLost("it was killed"), "it was killed")
+        channel._lost = None  # as dialling anew begins, before the control thread has heard of the loss
+        go.set()
+        assert poll(both.producer.poll) == [request]
+        assert "it was killed" in str(request.error)
+
+
+@pytest.mark.parametrize("kind", ["failure", "refuse"])
+def test_a_failure_of_an_earlier_request_of_that_name_ends_both_sides(kind: str) -> None:
+    with Callers() as both:
+        request = both.begin()
+        wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        (session,) = both.consumer.core.sessions.values()
+        stale = (
+            Failure(request_id="r", phase="payload", reason="")
+            if kind == "failure"
+            else Refuse(request_id="r", reason="in use")
+        )
+        both.consumer._send(session, stale)
+        assert poll(both.producer.poll) == [request]
+        wait_until(lambda: not both.consumer.core.requests, "the end at the consumer")

@@ -403,9 +403,10 @@ class OutboundControl:
                 self.on_grant(request, message)
             case Refuse():
                 text = f"{self.session.peer} refused {message.request_id}: {reason_of(message.reason)}"
-                self.end(request, TransferError(text), tell=False)
+                self.end(request, TransferError(text))
             case Failure():
-                self.end(request, self._consumers(message), tell=False)
+                # It may be about an earlier request of that name; the consumer must not wait for this one then.
+                self.end(request, self._consumers(message))
             case Release():
                 if request.state is OutboundState.COMPLETED:
                     request.go(OutboundState.RELEASED)

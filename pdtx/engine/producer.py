@@ -105,7 +105,11 @@ class KVProducer:
         self.registration = register_cache(self.mover, self.cache)
         self._opener.require = require
         channel = self._channel = ControlChannel(address, security, self._on_message, self._on_lost)
-        route = self._opener.open(channel, timeout_s)
+        try:
+            route = self._opener.open(channel, timeout_s)
+        except BaseException:
+            channel.close()  # or its heartbeats would keep the consumer's session alive
+            raise
         self.control.call(self.core.on_opened, route, channel.lost)
 
     def close(self) -> None:
@@ -114,6 +118,8 @@ class KVProducer:
         if self._channel is not None:
             self._channel.close()
         self._opener.close()
+        if self._channel is not None:
+            self._channel.close()  # again: what was being opened may have dialled anew
         route = self.control.call(lambda: self.core.session.route)  # after what was opened just now
         if route is not None:
             route.connection.close()
@@ -291,12 +297,11 @@ class KVProducer:
         self.core.on_message(message)
 
     def _on_lost(self, reason: str) -> None:
+        # Before anything of a channel that is dialled anew: dialling ends the old one's thread, which posts this.
         self.control.post(self._lost_now, reason)
 
     def _lost_now(self, reason: str) -> None:
-        """Believe it, unless the channel has been dialled anew since."""
-        if self._channel is not None and self._channel.lost is not None:
-            self.core.on_lost(PeerLost(f"lost {self.peer}: {reason}"))
+        self.core.on_lost(PeerLost(f"lost {self.peer}: {reason}"))
 
 
 class _Effects:
