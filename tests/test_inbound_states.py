@@ -57,7 +57,7 @@ class World:
         self.core = InboundControl(
             DESTINATION, FACTS, self.allocator, self.receiver, self, align=1, max_deadline_s=1e6, scrubs=scrubs
         )
-        self.posted, self.scrubbing = list[Callable[[], object]](), list[Callable[[], object]]()
+        self.posted, self.scrubbing = list[Callable[[], object]](), list[Callable[[bool], object]]()
         self.loading, self.loads_held = list[InboundRequest](), dict[InboundRequest, GroupBlocks]()
         self.granted = list[InboundRequest]()
         self.writing = dict[tuple[str, TransferKey], tuple[InboundRequest, bool]]()
@@ -97,7 +97,7 @@ class World:
             self.loading.append(request)
         return self.tiers
 
-    def scrub(self, ids: Sequence[Int64s], then: Callable[[], object]) -> None:
+    def scrub(self, ids: Sequence[Int64s], then: Callable[[bool], object]) -> None:
         self.scrubbing.append(then)
 
     def ready(self, request: InboundRequest) -> None:
@@ -240,7 +240,7 @@ class World:
         if self.posted:
             self.posted.pop(0)()
         if self.scrubbing:
-            self.scrubbing.pop(0)()
+            self.scrubbing.pop(0)(True)
 
     def run(self) -> None:
         self.hello()

@@ -25,7 +25,7 @@ class Notice(Enum):
 
 
 class Arrivals:
-    """The slices (layer x position) that a request's payloads bring. Changed only under the consumer's lock.
+    """The slices (layer x position) that a request's payloads bring. Changed only under its Landing's lock.
 
     matches: of all buffers; positions: of each of them, those that must be moved.
     """

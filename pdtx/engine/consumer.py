@@ -48,6 +48,9 @@ from pdtx.transports import Mover, TransferKey
 
 logger = logging.getLogger(__name__)
 
+_VERIFIERS = 4
+"""Expected requests that are verified at once: one whose producer does not answer must not keep all others waiting."""
+
 _LOADERS = 2
 """Requests that are loaded from tiers at once."""
 
@@ -98,7 +101,7 @@ class KVConsumer:
         )
         self.registration = CacheRegistration()
         self._verifier = Verifier(cache, self.pool, self._send)
-        self._verifiers = ThreadPoolExecutor(1, "pdtx-verifier") if blocks is not None and verify else None
+        self._verifiers = ThreadPoolExecutor(_VERIFIERS, "pdtx-verifier") if blocks is not None and verify else None
         self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
         self._listener: Listener | None = None
@@ -166,6 +169,7 @@ class KVConsumer:
         self.mover.close()
         if self._listener is not None:
             self._listener.close()
+        self.control.call(lambda: None)  # after it nothing is given to the scrubber
         self._scrubber.close()
         self.control.close()
 
@@ -234,6 +238,10 @@ class KVConsumer:
         """
         if not isinstance(self.pool, CallerBlocks):
             raise InputError("this consumer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
+        if not (0.0 < deadline_s < float("inf")):
+            raise InputError(f"deadline_s is {deadline_s}; give the seconds within which the request must have arrived")
+        if num_tokens < 1:
+            raise InputError(f"num_tokens is {num_tokens}; a request has one token at least")
         if not 0 <= cached_tokens <= num_tokens:
             raise InputError(f"cached_tokens is {cached_tokens}; give 0 to num_tokens, which is {num_tokens}")
         blocks = self.pool.take(tables)
@@ -367,9 +375,9 @@ class _Effects:
         self._of._loaders.submit(self._of._load, request)
         return True
 
-    def scrub(self, ids: Sequence[Int64s], then: Callable[[], object]) -> None:
+    def scrub(self, ids: Sequence[Int64s], then: Callable[[bool], object]) -> None:
         """See InboundEffects."""
-        self._of._scrubber.scrub(ids, lambda: self._of.control.post(then))
+        self._of._scrubber.scrub(ids, lambda worked: self._of.control.post(then, worked))
 
     def ready(self, request: InboundRequest) -> None:
         """See InboundEffects."""

@@ -65,8 +65,8 @@ class InboundEffects(Protocol):
     def load(self, request: InboundRequest) -> bool:
         """Begin to load what this node's tiers have of a prompt; False if there are none. on_loaded() follows."""
 
-    def scrub(self, ids: Sequence[Int64s], then: Callable[[], object]) -> None:
-        """Fill blocks of each group with poison; then the event follows."""
+    def scrub(self, ids: Sequence[Int64s], then: Callable[[bool], object]) -> None:
+        """Fill blocks of each group with poison; then the event follows, with whether that worked."""
 
     def ready(self, request: InboundRequest) -> None:
         """Hand out a request of which all has arrived; of an expected one see to it that deliver() follows."""
@@ -203,8 +203,10 @@ class InboundControl:
             ids = [own.ids for own in blocks.groups]
             self.effects.scrub(ids, partial(self._on_scrubbed_first, request, blocks))
 
-    def _on_scrubbed_first(self, request: InboundRequest, blocks: GroupBlocks) -> None:
+    def _on_scrubbed_first(self, request: InboundRequest, blocks: GroupBlocks, worked: bool) -> None:
         self._put_back(self.pool.release_hold(blocks))
+        if not worked:
+            self.end(request, _not_scrubbed())
         if request.state is InboundState.LOADING:
             self._load(request)
         self.grant_queued()
@@ -343,7 +345,11 @@ class InboundControl:
         else:
             self.pool.put_back(ids)
 
-    def _on_scrubbed(self, ids: Sequence[Int64s]) -> None:
+    def _on_scrubbed(self, ids: Sequence[Int64s], worked: bool) -> None:
+        if not worked:
+            # Blocks that may hold anything must not be granted by a node that verifies.
+            logger.error("%d blocks are lost to the pool: they could not be filled with poison", sum(map(len, ids)))
+            return
         self.pool.put_back(ids)
         self.grant_queued()
 
@@ -388,7 +394,7 @@ class InboundControl:
         if self._scrubs:
             self.effects.scrub(blocks_to_poison(self.cache.groups, expected), partial(self._on_clean, expected))
         else:
-            self._on_clean(expected)
+            self._on_clean(expected, worked=True)
 
     def _check_expected(self, expected: Expectation) -> None:
         if self.closing is not None:
@@ -406,7 +412,9 @@ class InboundControl:
         else:
             self.end_where(lambda request: request.blocks is expected.blocks, error, tell=True)
 
-    def _on_clean(self, expected: Expectation) -> None:
+    def _on_clean(self, expected: Expectation, worked: bool) -> None:
+        if not worked:
+            self.expectations.drop(expected.request_id, _not_scrubbed())
         self.expectations.note_clean(expected)
         self._grant_expected(expected.request_id)
 
@@ -524,6 +532,10 @@ class InboundControl:
         self.fail(
             request, TransferError(f"{request.session.engine_id} completed {request.request_id} wrongly: {claims}")
         )
+
+
+def _not_scrubbed() -> TransferError:
+    return TransferError("its blocks could not be filled with poison; see the log")
 
 
 def _received(request: InboundRequest) -> Finished:

@@ -433,8 +433,11 @@ class OutboundControl:
             logger.warning("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
 
     def _on_read_reference(self, request: OutboundRequest, ask: ReadReference) -> None:
-        if self.session.route is None or request.returned:
-            self.end(request, ProtocolError(f"request {request.request_id} is not here any more"))
+        if self.session.route is None or request.state is not OutboundState.COMPLETED:
+            what = (
+                "is not here any more" if request.returned else "is not complete, and there is nothing to compare yet"
+            )
+            self.end(request, ProtocolError(f"request {request.request_id} {what}"))
             return
         if request.reading >= _MAX_READING:
             text = f"{self.session.peer} asked for {request.reading + 1} pieces of reference data at once"

@@ -53,7 +53,7 @@ class ControlThread:
         return threading.current_thread() is self._thread or threading.get_ident() == self._late_owner
 
     def post(self, event: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
-        """Have event(*args, **options) run; returns at once. Safe from any thread."""
+        """Have event(*args, **options) run; returns at once, but for after close(). Safe from any thread."""
         with self._wake:
             if not self._closing or threading.current_thread() is self._thread:
                 self._events.append(partial(event, *args, **options))

@@ -102,6 +102,8 @@ class KVProducer:
         PeerUnreachable, AuthenticationFailed, IncompatiblePeer, ProtocolError or DeadlineExceeded; TransferError for a
         cache that cannot be registered, InputError if it is to be staged by a transport that cannot.
         """
+        if self.core.session.route is not None:
+            raise InputError(f"this producer is connected to {self.peer}; make another one for another consumer")
         self.registration = register_cache(self.mover, self.cache)
         self._opener.require = require
         channel = self._channel = ControlChannel(address, security, self._on_message, self._on_lost)
@@ -148,6 +150,8 @@ class KVProducer:
         a request that no message can carry, or what ended the last session for good.
         """
         count = len(token_ids) if num_tokens is None else num_tokens
+        if len(token_ids) not in (0, count):
+            raise InputError(f"request {request_id}: {len(token_ids)} token_ids, and num_tokens is {count}")
         request = OutboundRequest(
             request_id,
             count,
@@ -218,7 +222,12 @@ class KVProducer:
                 self.layer_ready(request, index, layer, 0, num_tokens)
 
     def computed(self, request: OutboundRequest, first_token: int | None = None) -> None:
-        """Say that all layers of all tokens were layer_ready(), and what the first new token is, if it is known."""
+        """Say that all layers of all tokens were layer_ready(), and what the first new token is, if it is known.
+
+        Raises InputError for what is no token.
+        """
+        if first_token is not None and first_token < 0:
+            raise InputError(f"request {request.request_id}: first_token is {first_token}; give a token's id, or None")
         self.control.post(self.core.computed, request, first_token)
 
     def cancel(self, request: OutboundRequest, reason: str) -> None:

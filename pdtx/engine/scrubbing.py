@@ -16,12 +16,12 @@ class Scrubber:
 
     def __init__(self, cache: KVCaches) -> None:
         self._cache = cache
-        self._work: queue.SimpleQueue[tuple[Sequence[Int64s], Callable[[], None]] | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
+        self._work: queue.SimpleQueue[tuple[Sequence[Int64s], Callable[[bool], None]] | None] = queue.SimpleQueue()  # noqa: TID251  # no timeouts
         self._thread = threading.Thread(target=self._run, name="pdtx-scrubber", daemon=True)
         self._thread.start()
 
-    def scrub(self, ids: Sequence[Int64s], done: Callable[[], None]) -> None:
-        """Fill blocks of each group; returns at once. done: called on this object's thread."""
+    def scrub(self, ids: Sequence[Int64s], done: Callable[[bool], None]) -> None:
+        """Fill blocks of each group; returns at once. done: called on this object's thread, with whether it worked."""
         self._work.put((ids, done))
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Scrubber:
                     self._cache.poison(group, own)
                 record_fence(self._cache.device)()  # or a kernel could run into what is written next
             except Exception:
-                # Blocks that may hold anything must not be granted to a consumer that verifies: they stay out.
-                logger.exception("blocks could not be filled with poison, and are lost to the pool")
-                continue
-            done()
+                logger.exception("blocks could not be filled with poison")
+                done(False)
+            else:
+                done(True)
