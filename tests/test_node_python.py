@@ -28,6 +28,7 @@ from pdtx.node import (
     TierConfig,
 )
 from pdtx.serving import Job
+from pdtx.tiers.prefix import Fetched, PrefixCache
 from tests.engine_pair import wait_until
 from tests.ports import free_port
 from tests.tiny_models import tiny_checkpoint
@@ -225,6 +226,22 @@ def test_tiers_and_a_capture(tmp_path: Path) -> None:
     assert (first[0].wrong, second[0].wrong) == (0, 0)
     assert [usage["name"] for usage in document["tiers"]] == ["cpu"]
     assert len((tmp_path / "captured").read_text().splitlines()) == 3
+
+
+def test_what_a_prefill_node_loaded_is_kept_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, keep = list[int](), PrefixCache.keep
+
+    def keeps(prefix: PrefixCache, *args: Any, fetched: Fetched | None = None, **options: Any) -> Any:  # noqa: ANN401
+        loaded.append(fetched.num_tokens if fetched is not None else 0)
+        return keep(prefix, *args, fetched=fetched, **options)
+
+    monkeypatch.setattr(PrefixCache, "keep", keeps)
+    with DecodeNode(decode_config()) as decode, served(decode):
+        config = prefill_config(decode.address, tiers=TierConfig(kv_offloading_size=1 / 64))
+        with PrefillNode(config) as prefill:
+            prefill.run([Prompt(token_ids=[5] * 64)])
+            prefill.run([Prompt(token_ids=[5] * 64 + [6])])
+    assert loaded == [0, 64]
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -274,6 +274,30 @@ def test_blocks_of_an_older_folder_are_loaded_but_not_where_they_would_be_verifi
     again.close()
 
 
+@pytest.mark.parametrize("hashes", [False, True], ids=["stored without", "stored with"])
+def test_what_was_loaded_gets_no_hash_of_its_own_when_it_is_kept_again(tmp_path: Path, hashes: bool) -> None:
+    """A node that computes does not verify what it loads: a hash of that would let readers take it for verified."""
+    cache = plain()
+    here, there = cpu(cache, tmp_path), cpu(cache, tmp_path)
+    put(here, hashed(filled(cache)) if hashes else filled(cache))
+    assert isinstance(here, CpuTier)
+    here.cache.buffers[0].memory[:] ^= 1  # a bit of every byte has changed meanwhile
+    pool = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
+    blocks = pool.allocate([7])
+    reader = PrefixCache(cache, here, FINGERPRINT)
+    request = Request(reader.keys(TOKENS), blocks.tables([range(7)]), blocks, pool)
+    found = reader.fetch(request, len(TOKENS), time.monotonic() + 20, resume=True)
+    assert found.num_tokens == BLOCK * BLOCKS
+    # Evicted from one tier, it is kept again in another.
+    keeper = PrefixCache(cache, there, FINGERPRINT, hashed=True)
+    kept = keeper.keep(request, [0], len(TOKENS), FENCE, fetched=found)
+    assert kept is not None
+    assert kept.result(20).num_blocks == BLOCKS
+    assert known(there, cache) == (meant(cache, 0) if hashes else [b""] * BLOCKS)
+    reader.close()
+    keeper.close()
+
+
 def test_what_fetch_returns_names_the_hash_of_each_block(tmp_path: Path) -> None:
     cache = plain()
     prefix = PrefixCache(cache, cpu(cache, tmp_path), FINGERPRINT)

@@ -230,7 +230,8 @@ class PrefillScheduler:
         request, done = active.request, active.sequence.num_tokens
         if active.prompt is None or (done < request.num_tokens and not prefix.has_states):
             return
-        kept = prefix.keep(active.prompt, active.first, done, record_fence(self.producer.cache.device))
+        fence, fetched = record_fence(self.producer.cache.device), self._fetched.get(request.request_id)
+        kept = prefix.keep(active.prompt, active.first, done, fence, fetched=fetched)
         active.first = [max(first, done // prefix.block_tokens) for first in active.first]
         if kept is not None:
             active.storing = kept

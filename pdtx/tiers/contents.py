@@ -15,7 +15,7 @@ import xxhash
 
 from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Side
+from pdtx.tiers.base import ContentHashes, Side
 from pdtx.tiers.copies import compact
 from pdtx.tiers.geometry import counts_tokens
 
@@ -73,3 +73,21 @@ def known_contents(places: Sequence[Int64s], hashes: Sequence[Sequence[bytes]]) 
     """
     known = [dict(zip(at.tolist(), each, strict=True)) for at, each in zip(places, hashes, strict=True)]
     return lambda group, wanted: [known[group].get(place, NO_HASH) for place in wanted.tolist()]
+
+
+def contents_to_keep(
+    side: Side, block_tokens: int, loaded: Sequence[Int64s], hashes: Sequence[Sequence[bytes]]
+) -> ContentHashes:
+    """Return what hashes a side's blocks, but for those that were loaded: these keep the hashes that they had, or none.
+
+    loaded, hashes: for each group; empty where nothing was loaded.
+    """
+    known = known_contents(loaded, hashes)
+
+    def contents(group: int, places: Int64s) -> list[bytes]:
+        of_tier = np.isin(places, loaded[group]) if loaded else np.zeros(len(places), bool)
+        computed = iter(hash_contents(side, block_tokens, group, places[~of_tier]))
+        had = iter(known(group, places[of_tier]) if of_tier.any() else ())
+        return [next(had if was_loaded else computed) for was_loaded in of_tier.tolist()]
+
+    return contents

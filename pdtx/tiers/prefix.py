@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from pdtx.errors import DeadlineExceeded, PdtxError, StaleBlocks, TierError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.base import Bools, Failed, Fence, Lease, Moved, Side, Tier, check_fence
-from pdtx.tiers.contents import NO_HASH, hash_contents
+from pdtx.tiers.contents import NO_HASH, contents_to_keep
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.hits import held_places, held_tokens, resume_places, usable_tokens
 from pdtx.tiers.holds import Hold, Holder
@@ -342,14 +341,16 @@ class PrefixCache:
         *,
         states: bool = True,
         hashed: bool | None = None,
+        fetched: Fetched | None = None,
     ) -> "Future[Moved] | None":
         """Store the whole blocks of a request's first num_tokens, which are computed, in the background.
 
         first_places: for each group the first block that all lies in the cache; parts with null blocks are left out. A
         state is stored if it is the one at the end of a block, and states says that it is still the one after
         num_tokens. hashed: whether content hashes are stored with the blocks, which says that they are as the producer
-        made them; by default self.hashed. The tier holds the request's blocks until that is done. Returns None if there
-        is nothing to store, or the tier refused. Raises TierError without a fence.
+        made them; by default self.hashed. fetched: what was loaded unverified of them, which keeps the hashes it had.
+        The tier holds the request's blocks until that is done. Returns None if there is nothing to store, or the tier
+        refused. Raises TierError without a fence.
         """
         check_fence(fence)
         places = self._kept(request, first_places, num_tokens, states=states)
@@ -358,7 +359,8 @@ class PrefixCache:
         hold = Hold(request.blocks, request.holder)
         side = Side(self.cache, request.tables, hold=hold)
         if self.hashed if hashed is None else hashed:
-            side = replace(side, contents=partial(hash_contents, side, self.block_tokens))
+            loaded = fetched or Fetched()
+            side = replace(side, contents=contents_to_keep(side, self.block_tokens, loaded.places, loaded.contents))
         try:
             future = self.tier.store(request.keys, side, places, fence)
         except StaleBlocks:  # it has ended meanwhile
