@@ -342,6 +342,16 @@ def test_a_source_that_changes_is_wrong(caches: Caches) -> None:
     assert "1 elements of the source changed" in report.summary
 
 
+def test_a_source_block_that_nobody_named_is_not_to_change_either(caches: Caches) -> None:
+    other = next(block for block in range(1, BLOCKS) if block not in SOURCE)
+
+    def changing() -> None:
+        caches.here[0, 0, other, 2, 1, 5:7].view(torch.uint8).add_(1)
+
+    report = caches.broken(changing)
+    assert (report.ok, report.wrong, report.source_changed) == (False, 0, 2)
+
+
 # -- anybody's elements, at random ---------------------------------------------------------------------------------
 
 POINT = st.tuples(*(st.integers(0, size - 1) for size in (LAYERS, 2, TOKENS, HEADS, CHANNELS)))

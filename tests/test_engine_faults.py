@@ -8,6 +8,7 @@ import pytest
 
 from pdtx.engine import KVProducer
 from pdtx.engine.shipping import Item
+from pdtx.engine.states import OutboundState
 from pdtx.errors import PdtxError, PeerLost, ProtocolError
 from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference, Refuse
 from pdtx.sidechannel import Dialer
@@ -113,7 +114,12 @@ def test_a_consumer_cannot_pile_up_reads_of_a_producers_cache() -> None:
             do(item)
 
         request = both.begin()
+        both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
         wait_until(lambda: bool(both.consumer.core.requests), "the request")
+        # Complete as far as this side knows: a consumer that has not heard so verifies nothing by itself.
+        wait_until(lambda: request.grant is not None, "the grant")
+        both.producer.control.call(request.go, OutboundState.SENDING)
+        both.producer.control.call(request.go, OutboundState.COMPLETED)
         both.producer._shipper._do = wait  # type: ignore[method-assign]
         (session,) = both.consumer.core.sessions.values()
         ask = ReadReference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1)

@@ -86,7 +86,7 @@ class TransferReport:
     wrong_in: how many of them are in each layer's keys, values or records, by "layer 0 K". never_written: of wrong,
     those that still are poison. stray_bytes: bytes of the destination's memory that were changed outside of the blocks
     named, padding among them. spilled: elements that were written inside the blocks named, before or after the
-    positions asked for; an error only if exact. source_changed: elements of the source that are not what they were.
+    positions asked for; an error only if exact. source_changed: elements of the source's memory that changed.
     runs: the first of num_runs runs of wrong elements. strays: the first of num_strays runs of stray bytes.
     calls: how often move was called.
     """

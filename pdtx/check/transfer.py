@@ -147,6 +147,7 @@ class _Check:
         self._poison()
         self.watch = MemoryWatch(self._destination, self._pairs)
         self._before = {at.key: at.words() for at in self._layers}
+        sources = [(memory, memory.clone(), itemsize) for memory, itemsize in self._sources().values()]
         beside = [(at, positions, at.read(positions)) for at in self._layers for positions in _beside(at.pair)]
         self._call()
         seen = NOTHING_COMPARED
@@ -157,7 +158,7 @@ class _Check:
                 self._wrong_rows[at.key] = found
             seen += here
         self.spilled = sum(_differing(at.read(positions), before, at.pair) for at, positions, before in beside)
-        self.source_changed = self._count_changed()
+        self.source_changed = sum(_changed(*source) for source in sources)
         return seen
 
     def name_exactly(self, wrong: _Wrong) -> None:
@@ -240,15 +241,16 @@ class _Check:
         if self._destination.device.type == "cuda":
             torch.cuda.synchronize(self._destination.device)  # others may copy in streams of their own
 
-    def _count_changed(self) -> int:
-        changed = 0
-        for pair in self._pairs:
-            blocks, whole = on_device(pair.here.table, pair.source), pair.here.whole
-            for layer in range(pair.source.num_layers):
-                meant = word_rows(pair.values, layer, whole, pair.parts)
-                found = pair.source.canonical(layer, blocks, whole.start, whole.stop)
-                changed += _differing(found, meant, pair)
-        return changed
+    def _sources(self) -> dict[tuple[int, int], tuple[torch.Tensor, int]]:
+        """Return each memory of the source once, by address and size, with the bytes of its elements."""
+        ranks = ((rank.memory, pair.codes.itemsize) for pair in self._pairs for rank in pair.source.ranks)
+        return {(memory.data_ptr(), memory.numel()): (memory, itemsize) for memory, itemsize in ranks}
+
+
+def _changed(memory: torch.Tensor, before: torch.Tensor, itemsize: int) -> int:
+    """Count elements of a memory, in whatever block, that are not what they were."""
+    differing = (memory != before).nonzero()[:, 0]
+    return len(torch.unique(differing // itemsize))
 
 
 def _beside(pair: BufferPair) -> Iterator[range]:
