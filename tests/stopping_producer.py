@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection as Pipe
 import torch
 
 from pdtx.cache import PagedKVCache
-from pdtx.engine import KVProducer, OutboundRequest, control
+from pdtx.engine import KVProducer, OutboundRequest, control_channel
 from pdtx.errors import PdtxError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.sidechannel import Dialer
@@ -58,7 +58,7 @@ def try_one(producer: KVProducer, name: str, deadline_s: float) -> str:
 def run(address: str, mover: str, deadline_s: float, renews: bool, beat_s: float, pipe: Pipe) -> None:
     """Ship "stopped", and when told to, "after"; say how each ended."""
     torch.set_num_threads(1)
-    vars(control)["Dialer"] = partial(Dialer, heartbeat_s=beat_s)
+    vars(control_channel)["Dialer"] = partial(Dialer, heartbeat_s=beat_s)
     cache = caches_of(model(2))
     wrap = lambda inner: FaultyConnection(inner, stop_in_sender_1, [])  # noqa: E731
     moving = faulty(make_mover(mover), wrap=wrap)

@@ -638,7 +638,7 @@ def test_stopped_sender(mover: str) -> None:
 def test_sender_that_was_stopped_until_it_was_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     beat_s = SILENCE_S / 5
     monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, silence_s=SILENCE_S, heartbeat_s=beat_s))
-    monkeypatch.setattr("pdtx.engine.control.Dialer", partial(Dialer, heartbeat_s=beat_s))
+    monkeypatch.setattr("pdtx.engine.control_channel.Dialer", partial(Dialer, heartbeat_s=beat_s))
     row_stopped("tcp", silence_s=SILENCE_S)
 
 

@@ -846,7 +846,7 @@ def produce_and_hang(address: str, started: "multiprocessing.synchronize.Event",
     torch.set_num_threads(1)
     dialer = partial(Dialer, silence_s=silence_s, heartbeat_s=silence_s / 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdtx.engine.control.Dialer", dialer)
+        patch.setattr("pdtx.engine.control_channel.Dialer", dialer)
         producer = make_producer(make_cache(), "tcp")
         producer.connect(address, security=OPEN)
     ship(producer, begin(producer, 20, "ready"))
@@ -892,7 +892,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that gives up silent producers soon."""
     beat_s = SILENCE_S / 5
     monkeypatch.setattr("pdtx.engine.consumer.Listener", partial(Listener, silence_s=SILENCE_S, heartbeat_s=beat_s))
-    monkeypatch.setattr("pdtx.engine.control.Dialer", partial(Dialer, silence_s=SILENCE_S, heartbeat_s=beat_s))
+    monkeypatch.setattr("pdtx.engine.control_channel.Dialer", partial(Dialer, silence_s=SILENCE_S, heartbeat_s=beat_s))
 
 
 @pytest.mark.usefixtures("impatient")

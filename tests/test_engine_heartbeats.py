@@ -75,7 +75,7 @@ def test_a_peer_that_floods_a_busy_node_is_given_up_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What waits for the control thread is bounded for each peer."""
-    monkeypatch.setattr("pdtx.engine.owner.MAX_WAITING", 200)
+    monkeypatch.setattr("pdtx.engine.control_thread.MAX_WAITING", 200)
     with Pair() as pair:
         rogue = Listening(pair.address)
         rogue.hello()

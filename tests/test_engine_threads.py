@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pdtx.engine import owner
+from pdtx.engine import control_thread
+from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.outbound_control import OutboundControl
-from pdtx.engine.owner import ControlThread
 from pdtx.engine.shipping import Shipper
 from pdtx.errors import IllegalTransition, NotTheOwner, TransferError
 from pdtx.sidechannel import Dialer, Listener
@@ -127,7 +127,7 @@ def test_no_other_thread_changes_a_request() -> None:
 
 def test_tests_run_with_the_rule() -> None:
     """The tooth of the one above: without the variable any thread may."""
-    assert owner.Owned.__setattr__ is not object.__setattr__
+    assert control_thread.Owned.__setattr__ is not object.__setattr__
 
 
 def test_an_illegal_transition_is_counted_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:

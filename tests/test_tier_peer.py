@@ -16,7 +16,7 @@ import torch
 
 from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.engine import PeerTier, TierServer, describe_cache, peer_tier
-from pdtx.engine.control import ControlChannel
+from pdtx.engine.control_channel import ControlChannel
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerError, TierError, TransferRefused
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan import Runs

@@ -18,13 +18,13 @@ from pdtx.cache import (
     Verification,
     record_fence,
 )
+from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.describe import facts_of
 from pdtx.engine.handshake import make_reject, make_welcome
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.keeping import keep_request
 from pdtx.engine.landing import Landing
-from pdtx.engine.owner import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.scrubbing import Scrubber

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 from pdtx.cache import CallerTables, GroupBlocks
+from pdtx.engine.control_thread import ControlThread, Owned
 from pdtx.engine.landing import Landing
 from pdtx.engine.matching import Match
-from pdtx.engine.owner import ControlThread, Owned
 from pdtx.engine.states import InboundState, check_transition
 from pdtx.errors import PdtxError, VerificationError
 from pdtx.plan.runs import Int64s

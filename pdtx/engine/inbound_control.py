@@ -9,13 +9,13 @@ from typing import Protocol
 
 from pdtx.cache import AllocatingBlockPool, CallerBlocks, GroupBlocks, KVCaches
 from pdtx.engine.arrivals import Arrivals, Notice
+from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.describe import CacheFacts
 from pdtx.engine.expectations import Expectations
 from pdtx.engine.granting import GrantQueue, blocks_to_poison, granted_blocks, needs_of, needs_of_tables
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_sessions import SessionTable
 from pdtx.engine.landing import Landing
-from pdtx.engine.owner import ControlThread
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.states import InboundState
 from pdtx.errors import (

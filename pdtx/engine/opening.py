@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from pdtx.cache import KVCaches
-from pdtx.engine.control import ControlChannel
+from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.describe import CacheFacts
 from pdtx.engine.handshake import choose_endpoint, make_hello, match_welcome
 from pdtx.engine.path import check_path

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pdtx.cache import CacheGroup, GroupBlocks
+from pdtx.engine.control_thread import ControlThread, Owned
 from pdtx.engine.matching import BufferMatch
-from pdtx.engine.owner import ControlThread, Owned
 from pdtx.engine.picking import Picks
 from pdtx.engine.route import Route
 from pdtx.engine.states import OutboundState, check_transition

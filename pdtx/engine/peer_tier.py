@@ -13,7 +13,7 @@ import numpy as np
 
 from pdtx import __version__
 from pdtx.cache import KVCaches
-from pdtx.engine.control import ControlChannel
+from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.describe import facts_of
 from pdtx.engine.matching import match_caches
 from pdtx.engine.peer_loads import PeerLease, Piece, Way

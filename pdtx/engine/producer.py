@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Sequence
 
 from pdtx.cache import BlockTables, CallerBlocks, CallerTables, GroupAllocator, GroupBlocks, KVCaches, record_fence
-from pdtx.engine.control import ControlChannel
+from pdtx.engine.control_channel import ControlChannel
+from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.describe import facts_of
 from pdtx.engine.opening import SessionOpener
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
 from pdtx.engine.outbound_control import OutboundControl
-from pdtx.engine.owner import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
