@@ -96,9 +96,9 @@ class _Asked(GrantingReceiver):
 
 @dataclass(frozen=True)
 class Cancelled:
-    """begun: the transfers that could not be cancelled. after: what the peer was asked for after the cancel."""
+    """moving: the transfers that could not be cancelled and had not ended. after: what the peer was asked for later."""
 
-    begun: int
+    moving: int
     after: list[str]
 
 
@@ -118,10 +118,11 @@ def cancel_at_a_fifth(connection: Connection, receiver: _Asked, *, gets: bool) -
 
     handles = [begin("cancelled", piece) for piece in range(PIECES)]
     handles[CANCELLED_AT - 1].wait()
-    begun = sum(not handle.cancel() for handle in handles)
     before = len(receiver.asked)
+    begun = [handle for handle in handles if not handle.cancel()]
+    moving = sum(not handle.state.final for handle in begun)
     begin("next", 0).wait()
-    return Cancelled(begun, [key.request_id for key in receiver.asked[before:]])
+    return Cancelled(moving, [key.request_id for key in receiver.asked[before:]])
 
 
 def run(address: str, *, gets: bool, proxy: bool, **options: object) -> Cancelled:
