@@ -7,6 +7,7 @@ import pytest
 
 from pdtx.errors import InputError, PdtxError
 from pdtx.testing import GrantingReceiver, Subject
+from pdtx.transports import make_mover
 
 SUBJECTS = {
     "inproc": Subject.named("inproc"),
@@ -36,6 +37,15 @@ THOROUGH = ("tcp-bounce", "tcp-bounce-1MiB", "tcp-v6", "nixl-tcp")
 def sampled(names: Iterable[str], thorough: Collection[str] = THOROUGH) -> list[object]:
     """Return the names as parameters of a test, some of them for -m thorough."""
     return [pytest.param(name, marks=pytest.mark.thorough) if name in thorough else name for name in names]
+
+
+def usable_mover(name: str) -> str:
+    """Return a mover's name, or skip the test with the reason why there is none."""
+    try:
+        make_mover(name).close()
+    except InputError as error:
+        pytest.skip(f"mover {name}: {error}")
+    return name
 
 
 def usable(name: str) -> Subject:

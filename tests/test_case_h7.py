@@ -30,13 +30,13 @@ from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import regions_of
 from pdtx.engine.states import OutboundState
-from pdtx.errors import DeadlineExceeded, InputError, PdtxError, PeerLost, TransferError, VerificationError
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, TransferError, VerificationError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.protocol import Complete, Failure, LayerDone, Message
 from pdtx.sidechannel import Dialer, Listener
-from pdtx.transports import Placement, Receiver, Region, TransferHandle, TransferKey, make_mover
+from pdtx.transports import Placement, Receiver, Region, TransferHandle, TransferKey
 from tests import stopping_producer
-from tests.contract_subjects import sampled
+from tests.contract_subjects import sampled, usable_mover
 from tests.engine_pair import Pair, attention, begin, change, produce, require_contents, wait_until
 from tests.faulty_mover import FaultyConnection, FaultyReceiver, OnPut, Post, Timers, faulty
 from tests.stopping_producer import StoppingProducer
@@ -60,15 +60,7 @@ MOVERS = ("tcp", "ucx", "shm", "nixl")
 
 @pytest.fixture(params=sampled(MOVERS, ("shm", "nixl")))
 def mover(request: pytest.FixtureRequest) -> str:
-    return usable(request.param)
-
-
-def usable(name: str) -> str:
-    try:
-        make_mover(name).close()
-    except InputError as error:
-        pytest.skip(f"mover {name}: {error}")
-    return name
+    return usable_mover(request.param)
 
 
 def model(tp_size: int, num_blocks: int = BLOCKS) -> PagedKVCache:

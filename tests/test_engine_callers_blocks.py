@@ -1,5 +1,6 @@
 """Engines over blocks of a caller that schedules by itself: tables from outside, expected requests, poll()."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,6 +22,7 @@ from pdtx.errors import (
     VerificationError,
 )
 from pdtx.layout import KVCacheLayout, Layout
+from pdtx.plan.runs import Int64s
 from pdtx.transports import make_mover
 from tests.engine_pair import (
     OPEN,
@@ -223,6 +225,30 @@ def test_only_blocks_that_a_request_names_are_poisoned_and_never_the_null_block(
         assert poisoned.nonzero().flatten().tolist() == [4, 5]
         callers.consumer.cancel("r", "enough")
         assert isinstance(callers.arrived().error, TransferAborted)
+
+
+def test_a_failed_poison_ends_the_expectation_that_it_was_for_and_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go, poison = threading.Event(), threading.Event(), KVCaches.poison
+
+    def broken(cache: KVCaches, group: int, block_ids: Int64s) -> None:
+        entered.set()
+        assert go.wait(PATIENCE_S)
+        monkeypatch.setattr(KVCaches, "poison", poison)
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(KVCaches, "poison", broken)
+    with Callers() as callers:
+        callers.consumer.expect("r", TOKENS, [[5, 4]], deadline_s=20.0)
+        assert entered.wait(PATIENCE_S)
+        callers.consumer.cancel("r", "enough")
+        callers.consumer.expect("r", TOKENS, [[1, 2]], deadline_s=20.0)
+        go.set()
+        assert isinstance(callers.arrived().error, TransferAborted)
+        request = callers.begin()
+        callers.compute(request)
+        callers.producer.computed(request)
+        assert callers.arrived().error is None
+        callers.require_equal(request, [1, 2])
 
 
 def test_a_wrong_element_fails_the_request_before_it_is_handed_over() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pdtx.cache import KVCaches
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import Bye, Heartbeat, Hello, Message, TransferRequest, Welcome, decode, encode
+from pdtx.protocol import PROTOCOL_VERSION, Bye, Heartbeat, Hello, Message, TransferRequest, Welcome, decode, encode
 from pdtx.sidechannel import Dialer
 from tests.engine_pair import OPEN, PATIENCE_S, Pair, begin, describe, make_cache, settle, ship, wait_until
 
@@ -32,7 +32,16 @@ class Listening(Dialer):
 
     def hello(self) -> None:
         cache = describe(make_cache())
-        self.send(Hello(protocol=5, pdtx_version="1", engine_id="p", incarnation="1", cache=cache, movers=["inproc"]))
+        self.send(
+            Hello(
+                protocol=PROTOCOL_VERSION,
+                pdtx_version="1",
+                engine_id="p",
+                incarnation="1",
+                cache=cache,
+                movers=["inproc"],
+            )
+        )
         wait_until(lambda: any(isinstance(m, Welcome) for m in self.messages), "a welcome")
 
     def longest_gap_since(self, begun: float) -> float:
@@ -152,7 +161,7 @@ def test_heartbeats_keep_their_time(deed: str) -> None:
         begun = time.monotonic()
         match deed:
             case "hellos after a Bye":
-                hello = encode(Hello(protocol=5, pdtx_version="1", engine_id="p", incarnation="1",
+                hello = encode(Hello(protocol=PROTOCOL_VERSION, pdtx_version="1", engine_id="p", incarnation="1",
                                      cache=describe(make_cache()), movers=["inproc"]))  # fmt: skip
                 assert isinstance(decode(hello), Hello)
                 rogue.send(Bye(reason="enough"))

@@ -22,6 +22,7 @@ from pdtx.engine.states import INBOUND, InboundState
 from pdtx.errors import IllegalTransition, PdtxError, PeerLost, TransferError, TransferRefused
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
+    PROTOCOL_VERSION,
     Complete,
     Failure,
     Finished,
@@ -118,7 +119,9 @@ class World:
 
     def hello(self) -> None:
         peer = PEERS[self.chance.random() < 0.3]
-        hello = Hello(protocol=5, pdtx_version="1", engine_id="p", incarnation="1", cache=SOURCE, movers=[])
+        hello = Hello(
+            protocol=PROTOCOL_VERSION, pdtx_version="1", engine_id="p", incarnation="1", cache=SOURCE, movers=[]
+        )
         self.core.on_hello(peer, hello, lambda session: Refuse(request_id="welcome", reason=session.session_id))
 
     def ask(self) -> None:

@@ -13,7 +13,6 @@ from pdtx.cache.probe import probe_buffer
 from pdtx.errors import CacheError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
-from pdtx.units import ceil_div
 
 
 class KVCaches:
@@ -135,8 +134,7 @@ class KVCaches:
         made, are written whole. Raises CacheError for ids that no block has.
         """
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            whole = group.kind in ("state", "cross")
-            self.poison(index, table if whole else table[ceil_div(cached_tokens, group.block_size) :])
+            self.poison(index, table[group.cached_blocks(cached_tokens) :])
 
     def probe(self, write: Callable[..., None], spare_block: int) -> None:
         """Check, by the owner's own write function, that every element lies where the named layouts say.

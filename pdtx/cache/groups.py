@@ -98,6 +98,13 @@ class CacheGroup:
         first = min(max(positions.start, cached_tokens // ratio * ratio), positions.stop)
         return range(first, positions.stop) if positions else positions
 
+    def cached_blocks(self, cached_tokens: int) -> int:
+        """Return how many blocks of a table hold something of a prompt's first cached_tokens, the last maybe in part.
+
+        States and what the encoder made are sent whole, so that none of theirs does.
+        """
+        return 0 if self.kind in ("state", "cross") else ceil_div(cached_tokens, self.block_size)
+
     def table_blocks(self, num_tokens: int, first_position: int = 0) -> range:
         """Return the places of a block table that need blocks for num_tokens, prompt and answer.
 

@@ -23,8 +23,14 @@ class Expectations:
             raise InputError(f"request id {expected.request_id!r} is in use")
         self.expected[expected.request_id] = expected
 
-    def note_clean(self, expected: Expectation) -> None:
-        """Note that blocks may be granted now; or given back, where the request is not expected any more."""
+    def note_clean(self, expected: Expectation, error: PdtxError | None) -> None:
+        """Note that nothing fills the blocks with poison any more: they may be granted, or are given back.
+
+        error: why they are not full of it, so that the request is not to be expected any more.
+        """
+        # By object: another request of that name may be expected by now.
+        if error is not None and self.expected.get(expected.request_id) is expected:
+            self.drop(expected.request_id, error)
         expected.clean = True
         if expected.error is not None:
             self._give_back(expected, expected.error)

@@ -53,23 +53,17 @@ def needs_of_tables(groups: Sequence[CacheGroup], expected: Expectation) -> tupl
     return tuple(needs)
 
 
-def cached_blocks(group: CacheGroup, cached_tokens: int) -> int:
-    """Return how many blocks of a table hold something of the first cached_tokens, the last of them maybe in part."""
-    return 0 if group.kind in ("state", "cross") else ceil_div(cached_tokens, group.block_size)
-
-
 def kept_blocks(group: CacheGroup, request: InboundRequest) -> int:
     """Return how many blocks of an expected request's table hold a cached beginning, so that nothing touched them."""
-    return cached_blocks(group, request.fetched.num_tokens) if request.expected else 0
+    return group.cached_blocks(request.fetched.num_tokens) if request.expected else 0
 
 
 def blocks_to_poison(groups: Sequence[CacheGroup], expected: Expectation) -> list[Int64s]:
     """Return the blocks of an expected request that hold nothing of what is cached, for each group."""
-    found = list[Int64s]()
-    for group, blocks in zip(groups, expected.blocks.groups, strict=True):
-        ids = blocks.ids[cached_blocks(group, expected.cached_tokens) :]
-        found.append(ids[ids != NULL_BLOCK])
-    return found
+    return [
+        blocks.ids[group.cached_blocks(expected.cached_tokens) :]
+        for group, blocks in zip(groups, expected.blocks.groups, strict=True)
+    ]
 
 
 class GrantQueue:

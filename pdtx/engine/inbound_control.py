@@ -413,9 +413,7 @@ class InboundControl:
             self.end_where(lambda request: request.blocks is expected.blocks, error, tell=True)
 
     def _on_clean(self, expected: Expectation, worked: bool) -> None:
-        if not worked:
-            self.expectations.drop(expected.request_id, _not_scrubbed())
-        self.expectations.note_clean(expected)
+        self.expectations.note_clean(expected, None if worked else _not_scrubbed())
         self._grant_expected(expected.request_id)
 
     def _grant_expected(self, request_id: str) -> None:

@@ -205,15 +205,16 @@ class KVProducer:
         self.control.post(self.core.on_ready, request, ready)
 
     def _check_slice(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
-        buffers, name = self.cache.buffers, f"request {request.request_id}: layer_ready() of"
+        buffers = self.cache.buffers
         if not 0 <= buffer < len(buffers):
-            raise InputError(
-                f"{name} buffer {buffer}; this cache has {len(buffers)}: {', '.join(b.name for b in buffers)}"
-            )
-        if not 0 <= layer < buffers[buffer].num_layers:
-            raise InputError(f"{name} layer {layer}; buffer {buffers[buffer].name} has {buffers[buffer].num_layers}")
-        if not 0 <= start <= stop <= request.num_tokens:
-            raise InputError(f"{name} tokens {start}..{stop}; the prompt has {request.num_tokens}")
+            what = f"buffer {buffer}; this cache has {len(buffers)}: {', '.join(each.name for each in buffers)}"
+        elif not 0 <= layer < buffers[buffer].num_layers:
+            what = f"layer {layer}; buffer {buffers[buffer].name} has {buffers[buffer].num_layers}"
+        elif not 0 <= start <= stop <= request.num_tokens:
+            what = f"tokens {start}..{stop}; the prompt has {request.num_tokens}"
+        else:
+            return
+        raise InputError(f"request {request.request_id}: layer_ready() of {what}")
 
     def prefix_ready(self, request: OutboundRequest, num_tokens: int) -> None:
         """Ship the first num_tokens of a prompt, of which all lies in the cache without having been computed."""
