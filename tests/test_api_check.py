@@ -472,6 +472,24 @@ def test_layers_of_two_buffers_exchanged_are_found() -> None:
         assert "buffer two" in str(report.runs[0].source)
 
 
+def test_a_value_behind_its_key_in_one_row_is_not_called_a_key() -> None:
+    spec = FullAttentionSpec(block_size=8, num_kv_heads=2, head_size=16, head_size_v=8, dtype="float16")
+    groups = [pdtx.CacheGroup("full", "full", 8, 4, spec)]
+    shape = pdtx.BufferShape("full", "full", spec, "flash_attn_diffkv_nhd", ["layers.0"], 4)
+    source, destination = (pdtx.Cache.allocate(groups, [shape]) for _ in range(2))
+
+    def broken(_: object, __: object) -> None:
+        ours, theirs = (side.buffers[0].memory.view(torch.int16).view(4, 8, 2, 24) for side in (source, destination))
+        theirs[2] = ours[1]
+        theirs[2, 3, 1, 17] = ours[1, 5, 0, 18]
+
+    report = pdtx.check_transfer(source, destination, broken, source_blocks=[1], destination_blocks=[2], tokens=8)
+    assert dict(report.wrong_in) == {"layer 0": 1}
+    assert str(report.runs[0]) == (
+        "layer 0 token 3 head 1 channel 17 (block 2) holds the value of layer 0 token 5 head 0 channel 18"
+    )
+
+
 def test_runs_are_limited_and_counted(caches: Caches) -> None:
     def mixed() -> None:
         caches.there[:, DESTINATION] = caches.there[:, DESTINATION].flip(3)  # heads

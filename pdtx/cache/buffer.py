@@ -62,7 +62,7 @@ class PagedBuffer(ABC):
     spec: of one layer with all KV heads of the model. layer_names: one for each layer. group: index of the buffer's
     group in its KVCaches. ranks: of equal layouts, each with memory of its own. block_size: positions in a block.
     itemsize: bytes of an element when comparing. owned: whether the memory was allocated here.
-    usual_name, usual_layout: of a buffer that is given none. kind: what its rows are, see pdtx.cache.verify.
+    usual_name, usual_layout: of a buffer that is given none. kind: what a layer keeps of a position, see row_kind.
     """
 
     usual_name: ClassVar[str]
@@ -141,6 +141,11 @@ class PagedBuffer(ABC):
     @abstractmethod
     def rows_shape(self, positions: int) -> tuple[int, int, int, int]:
         """Return the shape of positions of a layer in canonical form: (K and V, positions, heads, bytes of a head)."""
+
+    @property
+    def row_kind(self) -> Kind:
+        """What canonical rows are: of keys and values in one row, whose sizes differ, a record."""
+        return "record" if self.kind == "kv" and self.rows_shape(1)[0] == 1 else self.kind
 
     @abstractmethod
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pdtx.cache.codes import Words
-from pdtx.cache.contents import KEYS_AND_VALUES, word_rows
+from pdtx.cache.contents import word_rows
 from pdtx.cache.verify import Coordinate
 from pdtx.check.pairs import BufferPair, RankView, on_device
 from pdtx.plan.runs import Int64s
@@ -73,5 +73,5 @@ class RankLayer:
     def name(self, kv: int) -> str:
         """Name its keys (0), values (1) or records."""
         naming = self.pair.naming(self.pair.destination, self.pair.there.group)
-        part = "KV"[kv] if naming.kind == "kv" and self.pair.parts == KEYS_AND_VALUES else ""
+        part = "KV"[kv] if naming.kind == "kv" else ""
         return " ".join(word for word in (naming.where, naming.layer(self.layer), part) if word)

@@ -130,7 +130,7 @@ class BufferPair:
     def naming(self, buffer: PagedBuffer, group: CacheGroup) -> Naming:
         """Return how coordinates are called."""
         name = "" if self.alone else buffer.name  # the only one there is needs no name
-        return Naming(name, group.name, buffer.layer_names, buffer.kind, self.codes.heads)
+        return Naming(name, group.name, buffer.layer_names, buffer.row_kind, self.codes.heads)
 
     @cached_property
     def views(self) -> tuple[RankView, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pdtx.cache import CallerBlocks, GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
-from pdtx.cache.verify import NOTHING_COMPARED, Kind, Meant, Mismatch, Naming
+from pdtx.cache.verify import NOTHING_COMPARED, Meant, Mismatch, Naming
 from pdtx.engine.granting import kept_blocks
 from pdtx.engine.inbound import GroupNeed, InboundRequest, Session
 from pdtx.engine.loaded_blocks import compare_loaded, unchecked_positions
@@ -77,9 +77,7 @@ class Verifier:
     def _subject(self, request: InboundRequest, index: int) -> _Subject:
         buffer = self._cache.buffers[index]
         group = self._cache.groups[buffer.group]
-        parts, _, heads, _ = buffer.rows_shape(1)
-        kind: Kind = "state" if group.kind == "state" else "kv" if parts > 1 else "record"
-        naming = Naming(buffer.name, group.name, buffer.layer_names, kind, heads)
+        naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, buffer.rows_shape(1)[2])
         return _Subject(index, buffer, naming, request.needs[buffer.group], request.granted(buffer.group))
 
     # -- what should be there ------------------------------------------------------------------------------------------
