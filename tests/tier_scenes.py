@@ -14,7 +14,7 @@ from pdtx.testing.codes import check_codes, codes_for, fill_codes
 from pdtx.tiers import CpuTier, Held, PrefixKeys, Side, prefix_keys, tier_caches
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.cpu import CopierFactory
-from pdtx.tiers.geometry import block_nbytes, counts_tokens
+from pdtx.tiers.geometry import block_nbytes
 from pdtx.tiers.keys import Hash, strong_digest
 
 BLOCK = 16
@@ -76,7 +76,7 @@ def tier_of(
 
 
 def token_blocks(cache: KVCaches) -> int:
-    return max(group.num_blocks - 1 for group in cache.groups if counts_tokens(group))
+    return max(group.num_blocks - 1 for group in cache.groups if group.counts_tokens)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,11 @@ class CacheGroup:
     encoder_positions: int = 0
     pool: str = ""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether its positions are tokens, or vectors of several; states and what an encoder made are not."""
+        return self.kind not in ("state", "cross")
+
     def positions(self, num_tokens: int) -> range:
         """Return the positions that a decoder needs of a prompt of num_tokens, see pdtx.plan.needed_positions."""
         return needed_positions(self.spec, num_tokens, self.encoder_positions)
@@ -71,7 +76,7 @@ class CacheGroup:
     def first_read(self, num_tokens: int) -> int:
         """Return the first position that computing the token after num_tokens reads or writes."""
         needed = self.positions(num_tokens)
-        return needed.start if self.kind in ("full", "window", "chunk") and num_tokens else 0
+        return needed.start if self.counts_tokens and num_tokens else 0
 
     def ready(self, num_tokens: int, start: int, stop: int) -> range:
         """Return the positions to ship once tokens start..stop of a prompt of num_tokens are computed.
@@ -92,7 +97,7 @@ class CacheGroup:
 
         States and what the encoder made are sent whole.
         """
-        if self.kind in ("state", "cross"):
+        if not self.counts_tokens:
             return positions
         ratio = tokens_per_vector(self.spec)
         first = min(max(positions.start, cached_tokens // ratio * ratio), positions.stop)
@@ -103,7 +108,7 @@ class CacheGroup:
 
         States and what the encoder made are sent whole, so that none of theirs does.
         """
-        return 0 if self.kind in ("state", "cross") else ceil_div(cached_tokens, self.block_size)
+        return ceil_div(cached_tokens, self.block_size) if self.counts_tokens else 0
 
     def table_blocks(self, num_tokens: int, first_position: int = 0) -> range:
         """Return the places of a block table that need blocks for num_tokens, prompt and answer.

@@ -248,7 +248,7 @@ def _positions(group: CacheGroup, tokens: int | range) -> range:
         return group.positions(tokens)
     if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop:
         raise InputError(f"tokens {tokens} are no range of positions")
-    return group.positions(tokens.stop) if group.kind in ("state", "cross") else tokens
+    return tokens if group.counts_tokens else group.positions(tokens.stop)
 
 
 def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:

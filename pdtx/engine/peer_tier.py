@@ -88,7 +88,7 @@ class PeerTier(Tier):
         self._costs, _ = (costs or CostTable({})).of(mover.name, cache.device.type)
         sizes = (nbytes // group.block_size for nbytes, group in zip(block_nbytes(cache), cache.groups, strict=True))
         self._block_nbytes = tuple(
-            per_position * (block_tokens if group.kind not in ("state", "cross") else group.block_size)
+            per_position * (block_tokens if group.counts_tokens else group.block_size)
             for per_position, group in zip(sizes, cache.groups, strict=True)
         )
         self._usage = tuple(GroupUsage(group.name) for group in cache.groups)

@@ -45,7 +45,7 @@ class PagedSequence:
         growing = [
             len(table) * group.block_size
             for group, table in zip(self.cache.groups, self.tables, strict=True)
-            if group.kind not in ("state", "cross")
+            if group.counts_tokens
         ]
         return min(growing, default=1 << 62)
 

@@ -17,7 +17,6 @@ from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.base import ContentHashes, Side
 from pdtx.tiers.copies import compact
-from pdtx.tiers.geometry import counts_tokens
 
 HASH_BYTES = 16
 NO_HASH = b""
@@ -36,7 +35,7 @@ def hash_contents(side: Side, block_tokens: int, group: int, places: Int64s) -> 
 
     block_tokens: of a tier block. Every byte is read once, a bounded piece at a time. Raises what compact() does.
     """
-    if not len(places) or not counts_tokens(side.cache.groups[group]):
+    if not len(places) or not side.cache.groups[group].counts_tokens:
         return [NO_HASH] * len(places)
     table, whole = compact(side, group, places, block_tokens)
     rows = table.reshape(len(places), -1)[whole]

@@ -13,7 +13,6 @@ from pdtx.plan import Endpoint, PlanCache, TransferPlan
 from pdtx.plan.runs import Int64s, Runs
 from pdtx.ranges import copy_ranges
 from pdtx.tiers.base import Bools, Side
-from pdtx.tiers.geometry import counts_tokens
 
 PAST_CACHES = 8 << 20
 """Bytes copied in a row from which on they go past the processor's caches."""
@@ -109,7 +108,7 @@ def compact(side: Side, group: int, places: Int64s, block_tokens: int) -> tuple[
     Raises TierError where tier blocks are no whole number of the side's, or several places ask for a group's one state.
     """
     ours, table = side.cache.groups[group], side.tables[group]
-    if counts_tokens(ours):
+    if ours.counts_tokens:
         count, rest = divmod(block_tokens, ours.block_size)
         if rest or not count:
             raise TierError(

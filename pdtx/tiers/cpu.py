@@ -13,7 +13,7 @@ from pdtx.tiers.base import Bools, Fence, Moved, Side
 from pdtx.tiers.contents import known_contents
 from pdtx.tiers.copies import Copier
 from pdtx.tiers.counters import TierUsage
-from pdtx.tiers.geometry import block_nbytes, capacities, counts_tokens
+from pdtx.tiers.geometry import block_nbytes, capacities
 from pdtx.tiers.holds import Held
 from pdtx.tiers.keys import PrefixKeys
 from pdtx.tiers.memory import PinnedMemory, numa_nodes
@@ -68,7 +68,7 @@ class CpuTier(ShelvedTier):
         self._copiers = dict[KVCaches, tuple[Copier, Copier]]()
         self._copiers_of(like)
         self._pinned = PinnedMemory(cache)
-        tokens = next((group.block_size for group in cache.groups if counts_tokens(group)), block_tokens or 1)
+        tokens = next((group.block_size for group in cache.groups if group.counts_tokens), block_tokens or 1)
         super().__init__(
             tokens, shelves, sizes, guess=_GUESS, threads=threads, most_jobs=most_jobs, most_bytes=most_bytes
         )

@@ -15,7 +15,7 @@ from pdtx.errors import LayoutError
 from pdtx.tiers.direct_io import open_to_read, write_own
 from pdtx.tiers.extents import byte_order
 from pdtx.tiers.files import BlockFolder, Found
-from pdtx.tiers.geometry import block_nbytes, counts_tokens, tier_caches
+from pdtx.tiers.geometry import block_nbytes, tier_caches
 from pdtx.tiers.shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _LAYOUTS, _MOST_NAMES = "layouts", 1 << 16
 def staging_for(like: KVCaches, block_tokens: int, layouts: tuple[str, ...] | None, count: int) -> KVCaches:
     """Allocate so many blocks of each group in a tier's layouts, or a few more. Raises what tier_caches() does."""
     sizes = (
-        nbytes * (block_tokens // group.block_size if counts_tokens(group) else 1)
+        nbytes * (block_tokens // group.block_size if group.counts_tokens else 1)
         for group, nbytes in zip(like.groups, block_nbytes(like), strict=True)
     )
     one = max(1, sum(sizes))

@@ -76,16 +76,11 @@ def tier_caches(
 def check_block_tokens(like: KVCaches, block_tokens: int) -> None:
     """Raise TierError unless a tier's block holds a whole number of every group's blocks."""
     for group in like.groups:
-        if counts_tokens(group) and (block_tokens < 1 or block_tokens % group.block_size):
+        if group.counts_tokens and (block_tokens < 1 or block_tokens % group.block_size):
             raise TierError(
                 f"tier blocks of {block_tokens} tokens are no whole number of group {group.name}'s, which have "
                 f"{group.block_size}; choose a multiple of {group.block_size}"
             )
-
-
-def counts_tokens(group: CacheGroup) -> bool:
-    """Whether a block of a group holds tokens."""
-    return group.kind not in ("state", "cross")
 
 
 def capacities(cache: KVCaches) -> tuple[int, ...]:
@@ -143,7 +138,7 @@ def block_nbytes(cache: KVCaches) -> tuple[int, ...]:
 
 
 def _group(group: CacheGroup, block_tokens: int, num_blocks: int) -> CacheGroup:
-    size = block_tokens if counts_tokens(group) else group.block_size
+    size = block_tokens if group.counts_tokens else group.block_size
     return replace(group, block_size=size, num_blocks=num_blocks, spec=_spec(group.spec, group.kind, size))
 
 

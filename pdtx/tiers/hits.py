@@ -72,9 +72,7 @@ def held_places(
     """Return for each group the blocks among the first num_tokens of a prompt that a decoder looks at."""
     blocks = num_tokens // block_tokens
     return tuple(
-        _NONE
-        if group.kind in ("state", "cross")
-        else _range(group.positions(prompt_tokens).start // block_tokens, blocks)
+        _range(group.positions(prompt_tokens).start // block_tokens, blocks) if group.counts_tokens else _NONE
         for group in groups
     )
 

@@ -126,7 +126,7 @@ class PrefixCache:
                     f"tier {tier.name} has blocks of {tier.block_tokens} tokens, {self._tiers[0].name} {size}"
                 )
         for group in self.cache.groups:
-            if group.kind not in ("state", "cross") and size % group.block_size:
+            if group.counts_tokens and size % group.block_size:
                 raise TierError(
                     f"blocks of {size} tokens are not whole blocks of group {group.name}, which hold "
                     f"{group.block_size}; give a multiple"
@@ -247,7 +247,7 @@ class PrefixCache:
         """Count blocks as missing with which no content hash was stored: nothing could tell whether they are right."""
         left = 0
         for group, mask in enumerate(found.masks):
-            places = np.flatnonzero(mask) if self.cache.groups[group].kind not in ("state", "cross") else _NOWHERE
+            places = np.flatnonzero(mask) if self.cache.groups[group].counts_tokens else _NOWHERE
             bare = [not content for content in found.lease.contents(group, places)]
             mask[places[bare]] = False
             left += sum(bare)
