@@ -122,9 +122,8 @@ class KVCaches:
         if not len(named):
             return
         ids = torch.as_tensor(named, device=self.device)
-        for buffer in self.buffers:
-            if buffer.group == group:
-                buffer.poison(ids)
+        for buffer in self.buffers_of(group):
+            buffer.poison(ids)
 
     def poison_request(self, tables: Sequence[Int64s], cached_tokens: int = 0) -> None:
         """Fill with POISON the blocks into which a request's prompt is going to be written, and no others.
@@ -157,6 +156,10 @@ class KVCaches:
                 )
         for buffer in self.buffers:
             probe_buffer(buffer, self.groups[buffer.group].name, write, spare_block)
+
+    def buffers_of(self, group: int) -> tuple[PagedBuffer, ...]:
+        """Return a group's buffers, in their order."""
+        return tuple(buffer for buffer in self.buffers if buffer.group == group)
 
     def buffer(self, name: str) -> PagedBuffer:
         """Return a buffer by its name. Raises CacheError."""

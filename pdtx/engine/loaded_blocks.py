@@ -14,7 +14,6 @@ from pdtx.cache.verify import Naming
 from pdtx.engine.inbound import InboundRequest
 from pdtx.plan.runs import Int64s
 from pdtx.tiers import HASH_BYTES, Side, hash_contents
-from pdtx.tiers.contents import buffers_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _plus(one: LoadedBlocks, other: LoadedBlocks) -> LoadedBlocks:
 
 
 def _compare_group(cache: KVCaches, request: InboundRequest, group: int, places: Int64s) -> LoadedBlocks:
-    fetched, buffers = request.fetched, buffers_of(cache, group)
+    fetched, buffers = request.fetched, cache.buffers_of(group)
     meant = [content for content in fetched.contents[group] if content]
     here = hash_contents(Side(cache, request.tables), fetched.block_tokens, group, places)
     elements = [_elements(buffer, fetched.block_tokens) for buffer in buffers]

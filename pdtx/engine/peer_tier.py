@@ -45,7 +45,6 @@ from pdtx.protocol import (
 )
 from pdtx.sidechannel import Security
 from pdtx.tiers import HASH_BYTES, Fence, GroupUsage, Moved, PrefixKeys, Side, Tier, TierUsage
-from pdtx.tiers.contents import buffers_of
 from pdtx.tiers.geometry import block_nbytes
 from pdtx.transports import Mover, TransferHandle
 
@@ -238,7 +237,7 @@ class PeerTier(Tier):
         """Return the content hashes of each group by place. Raises ProtocolError for those of other buffers."""
         known = list[dict[int, bytes]]()
         for group, (places, contents) in enumerate(zip(answer.places, answer.contents, strict=True)):
-            expected = HASH_BYTES * len(buffers_of(self.cache, group))
+            expected = HASH_BYTES * len(self.cache.buffers_of(group))
             wrong = next((len(content) for content in contents if len(content) not in (0, expected)), None)
             if wrong is not None:
                 name = self.cache.groups[group].name

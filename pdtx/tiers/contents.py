@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from pdtx.cache import KVCaches, PagedBuffer
+from pdtx.cache import PagedBuffer
 from pdtx.plan.runs import Int64s
 from pdtx.tiers.base import ContentHashes, Side
 from pdtx.tiers.copies import compact
@@ -25,11 +25,6 @@ NO_HASH = b""
 _BATCH_BYTES = 16 << 20
 
 
-def buffers_of(cache: KVCaches, group: int) -> tuple[PagedBuffer, ...]:
-    """Return a group's buffers, in the order of their hashes."""
-    return tuple(buffer for buffer in cache.buffers if buffer.group == group)
-
-
 def hash_contents(side: Side, block_tokens: int, group: int, places: Int64s) -> list[bytes]:
     """Return the content hashes of tier blocks of a group that lie in a cache; NO_HASH for those that are not whole.
 
@@ -39,7 +34,7 @@ def hash_contents(side: Side, block_tokens: int, group: int, places: Int64s) -> 
         return [NO_HASH] * len(places)
     table, whole = compact(side, group, places, block_tokens)
     rows = table.reshape(len(places), -1)[whole]
-    parts = [_hash_buffer(buffer, rows, block_tokens) for buffer in buffers_of(side.cache, group)]
+    parts = [_hash_buffer(buffer, rows, block_tokens) for buffer in side.cache.buffers_of(group)]
     found = iter([b"".join(each) for each in zip(*parts, strict=True)])
     return [next(found) if is_whole else NO_HASH for is_whole in whole.tolist()]
 

@@ -135,7 +135,7 @@ class DiskTier(ShelvedTier):
         """Note what a block of each group is; return its payload."""
         self._staged, numbers = sum(staging.nbytes for staging in stagings), range(len(stagings[0].groups))
         self._layouts = tuple(
-            tuple(byte_order(buffer) for buffer in stagings[0].buffers if buffer.group == number) for number in numbers
+            tuple(byte_order(buffer) for buffer in stagings[0].buffers_of(number)) for number in numbers
         )
         return tuple(Extents(stagings[0], number).nbytes for number in numbers)
 

@@ -35,11 +35,10 @@ class Extents:
     def _ranges(cache: KVCaches, group: int, block: int) -> Iovecs:
         positions, table = range(cache.groups[group].block_size), np.array([block], np.int64)
         found = [np.empty((0, 2), np.uint64)]
-        for buffer in cache.buffers:
-            if buffer.group == group:
-                end = Endpoint.of(buffer.layout, table)
-                slices = build_plan(end, end, positions).source()
-                found += [iovecs(rank.memory.data_ptr(), slices) for rank in buffer.ranks]
+        for buffer in cache.buffers_of(group):
+            end = Endpoint.of(buffer.layout, table)
+            slices = build_plan(end, end, positions).source()
+            found += [iovecs(rank.memory.data_ptr(), slices) for rank in buffer.ranks]
         return np.concatenate(found)
 
     def __len__(self) -> int:
@@ -69,7 +68,7 @@ def same_blocks(ours: KVCaches, theirs: KVCaches, group: int) -> bool:
     """Whether a block of a group has the same bytes in the same order in both, as far as Extents goes."""
     if theirs.device.type != "cpu" or ours.groups[group].block_size != theirs.groups[group].block_size:
         return False
-    pairs = [[b for b in cache.buffers if b.group == group] for cache in (ours, theirs)]
+    pairs = [cache.buffers_of(group) for cache in (ours, theirs)]
     return len(pairs[0]) == len(pairs[1]) and all(
         (a.name, a.spec, a.layer_names, a.tp_size, byte_order(a))
         == (b.name, b.spec, b.layer_names, b.tp_size, byte_order(b))
