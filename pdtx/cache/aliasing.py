@@ -24,6 +24,12 @@ def union_bytes(memories: Sequence[torch.Tensor]) -> int:
     return total
 
 
+def share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two memories, uint8 and contiguous, have bytes in common."""
+    apart = other.data_ptr() - one.data_ptr()
+    return one.device == other.device and -other.numel() < apart < one.numel()
+
+
 @dataclass(frozen=True)
 class _Pieces:
     """Where one buffer's blocks lie on one rank: piece p of block b is starts[p] + b * stride .. + nbytes.
@@ -68,22 +74,11 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class _Side:
-    """One buffer on one rank: its memory's device, its first address and the one behind its last, its pieces."""
+    """One buffer on one rank, and its pieces."""
 
     buffer: PagedBuffer
-    device: torch.device
-    first: int
-    last: int
+    memory: torch.Tensor
     pieces: tuple[_Pieces, ...]
-
-    @classmethod
-    def of(cls, buffer: PagedBuffer, rank: RankMemory) -> "_Side":
-        first = rank.memory.data_ptr()
-        return cls(buffer, rank.memory.device, first, first + rank.memory.numel(), tuple(_Pieces.of(rank)))
-
-    def overlaps(self, other: "_Side") -> bool:
-        """Whether the memories have bytes in common."""
-        return self.device == other.device and self.first < other.last and other.first < self.last
 
 
 def check_shared_bytes(groups: Sequence[CacheGroup], buffers: Sequence[PagedBuffer]) -> None:
@@ -91,9 +86,9 @@ def check_shared_bytes(groups: Sequence[CacheGroup], buffers: Sequence[PagedBuff
 
     Blocks of one id may share bytes where their groups share a pool: then one group at a time uses the id.
     """
-    sides = [_Side.of(buffer, rank) for buffer in buffers for rank in buffer.ranks]
+    sides = [_Side(buffer, rank.memory, tuple(_Pieces.of(rank))) for buffer in buffers for rank in buffer.ranks]
     for one, other in combinations(sides, 2):
-        if one.overlaps(other):
+        if share_bytes(one.memory, other.memory):
             mine, theirs = one.buffer.group, other.buffer.group
             pool = groups[mine].pool
             _check_pair(one, other, shared=mine != theirs and pool != "" and pool == groups[theirs].pool)

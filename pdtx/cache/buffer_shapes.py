@@ -137,11 +137,7 @@ def _check_strides(what: str, layout: AnyLayout, foreign: ForeignBuffer) -> None
 
 def _padding(layout: AnyLayout) -> int:
     """Bytes behind the last element: what the last page is padded with."""
-    ends = (
-        part.offset + part.layout.itemsize + sum((axis.extent - 1) * axis.stride for axis in part.layout.axes)
-        for part in layout.parts
-    )
-    return layout.size_bytes - max(ends)
+    return layout.size_bytes - max(part.offset + part.layout.end for part in layout.parts)
 
 
 def _alignment(layout: AnyLayout, spec: KVCacheSpec) -> int:

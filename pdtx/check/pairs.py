@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache
+from pdtx.cache.aliasing import share_bytes
 from pdtx.cache.codes import Words
 from pdtx.cache.contents import codes_for
 from pdtx.cache.verify import Coordinate, Naming
@@ -276,8 +277,7 @@ def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:
 def _check_apart(source: KVCaches, destination: KVCaches) -> None:
     for ours in (rank.memory for buffer in source.buffers for rank in buffer.ranks):
         for theirs in (rank.memory for buffer in destination.buffers for rank in buffer.ranks):
-            apart = theirs.data_ptr() - ours.data_ptr()
-            if ours.device == theirs.device and -theirs.numel() < apart < ours.numel():
+            if share_bytes(ours, theirs):
                 raise InputError(
                     "source and destination share memory; give each its own, for one is filled and one poisoned"
                 )

@@ -67,9 +67,13 @@ class StridedLayout(Layout):
                     f"layout {self.name!r}: axis {outer.name} steps {outer.stride} bytes, less than the "
                     f"{next_inner.stride * next_inner.extent} bytes of axis {next_inner.name} inside it"
                 )
-        end = sum((axis.extent - 1) * axis.stride for axis in self.axes) + self.itemsize
-        if end > self.size_bytes:
-            raise LayoutError(f"layout {self.name!r} ends at byte {end}, beyond its region of {self.size_bytes}")
+        if self.end > self.size_bytes:
+            raise LayoutError(f"layout {self.name!r} ends at byte {self.end}, beyond its region of {self.size_bytes}")
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last element; what is left of size_bytes is padding."""
+        return sum((axis.extent - 1) * axis.stride for axis in self.axes) + self.itemsize
 
     @cached_property
     def by_name(self) -> MappingProxyType[str, Axis]:
