@@ -46,6 +46,11 @@ class Region:
         """Whether system calls can reach the memory."""
         return self.memory.device.type == "cpu"
 
+    def contains(self, other: "Region") -> bool:
+        """Whether all of another region lies in this one."""
+        first = other.address - self.address
+        return self.memory.device == other.memory.device and 0 <= first <= self.nbytes - other.nbytes
+
 
 @dataclass(frozen=True)
 class TransferKey:

@@ -112,14 +112,11 @@ class Agent:
         with self._registering:
             begun = time.perf_counter()
             if place not in self._regions:
-                whole = next((kept for known, kept in self._regions.items() if known.contains(place)), None)
-                descriptors = (
-                    whole[1]
-                    if whole is not None
-                    else self._call(
+                descriptors = next((kept for whole, kept in self._regions.values() if whole.contains(region)), None)
+                if descriptors is None:
+                    descriptors = self._call(
                         "register memory", lambda: self._agent.register_memory(described, mem_type=place.memory)
                     )
-                )
                 # It keeps the region alive: its addresses cannot become something else's.
                 self._regions[place] = region, descriptors
             return time.perf_counter() - begun

@@ -56,9 +56,9 @@ class NixlFabric(Fabric[Place]):
             if place not in self._regions:
                 if region.nbytes == 0:
                     raise TransferError("NIXL cannot register an empty region")
-                whole = next((kept for known, kept in self._regions.items() if known.contains(place)), None)
-                if whole is not None:
-                    return whole[1]
+                within = next((kept for whole, kept in self._regions.values() if whole.contains(region)), None)
+                if within is not None:
+                    return within
                 seconds = self._ready_spare().register(region)
                 self._regions[place] = region, Registration(region.nbytes, seconds)
             return self._regions[place][1]

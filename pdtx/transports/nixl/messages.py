@@ -28,12 +28,6 @@ class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             return cls(region.address, region.nbytes, _DRAM, 0)
         return cls(region.address, region.nbytes, _VRAM, region.memory.device.index or 0)
 
-    def contains(self, other: "Place") -> bool:
-        """Whether all of another place lies in this one."""
-        same = (self.memory, self.device) == (other.memory, other.device)
-        first, last = other.address, other.address + other.nbytes
-        return same and self.address <= first and last <= self.address + self.nbytes
-
 
 class Key(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How to reach a region: where it lies, and what NIXL's agent tells about it."""

@@ -47,12 +47,11 @@ class Memory:
 
     def _within(self, region: Region) -> Registered | None:
         """Return what reaches a region that lies in a registered one."""
-        first, last = region.address, region.address + region.nbytes
-        for whole in self._registered.values():
-            if region.nbytes and whole.key.address <= first and last <= whole.key.address + whole.key.nbytes:
-                key = Key(first, region.nbytes, whole.key.packed)
-                return Registered(region, whole.handle, key, whole.registration, within=True)
-        return None
+        whole = next((known for known in self._registered.values() if known.region.contains(region)), None)
+        if whole is None or region.nbytes == 0:
+            return None
+        key = Key(region.address, region.nbytes, whole.key.packed)
+        return Registered(region, whole.handle, key, whole.registration, within=True)
 
     def _register(self, region: Region) -> Registered:
         if region.nbytes == 0:
