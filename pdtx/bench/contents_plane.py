@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 
 from pdtx.cache.buffer import RankMemory
-from pdtx.cache.codes import POISON
+from pdtx.cache.codes import POISON_BYTES
 from pdtx.layout import Part
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_POISON_BYTES = POISON.to_bytes(2, "little", signed=True)
 
 Codes = npt.NDArray[np.uint64]
 
@@ -74,7 +73,7 @@ class Plane:
     def poison(self, chunk: Chunk, heads: range) -> None:
         """Store poison."""
         if self._odd is None:
-            word = int.from_bytes(_POISON_BYTES * (self._unit // 2), "little", signed=True)
+            word = int.from_bytes(POISON_BYTES * (self._unit // 2), "little", signed=True)
             self.put(chunk, heads, torch.tensor(word, dtype=self.view.dtype, device=self.view.device))
         else:
             self.put(chunk, heads, self._odd_poison(chunk, heads).to(self.view.device))
@@ -96,7 +95,7 @@ class Plane:
         for axis, (first, extent, step) in enumerate(zip(firsts, shape, steps, strict=True)):
             at = first if isinstance(first, torch.Tensor) else first + torch.arange(extent)
             odd += (at * step).view([-1 if place == axis else 1 for place in range(len(shape))])
-        return torch.tensor(list(_POISON_BYTES), dtype=torch.uint8)[odd % 2]
+        return torch.tensor(list(POISON_BYTES), dtype=torch.uint8)[odd % 2]
 
     def shaped(self, codes: Codes, num_heads: int) -> torch.Tensor:
         """Return codes, (blocks, steps, heads, words), as what the view has there."""
@@ -114,7 +113,7 @@ def count_unpoisoned(piece: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _poison_bytes(count: int) -> npt.NDArray[np.uint8]:
-    meant: npt.NDArray[np.uint8] = np.resize(np.frombuffer(_POISON_BYTES, np.uint8), count)
+    meant: npt.NDArray[np.uint8] = np.resize(np.frombuffer(POISON_BYTES, np.uint8), count)
     return meant
 
 
@@ -125,4 +124,4 @@ def as_bytes(words: torch.Tensor) -> torch.Tensor:
 
 def poison_hex(itemsize: int) -> str:
     """Return what an element of poison looks like."""
-    return (_POISON_BYTES * itemsize)[:itemsize][::-1].hex()
+    return (POISON_BYTES * itemsize)[:itemsize][::-1].hex()

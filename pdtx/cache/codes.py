@@ -8,8 +8,12 @@ import numpy.typing as npt
 POISON = np.array(0xDEAD, np.uint16).astype(np.int16).item()
 """The 2-byte word that a destination is filled with before a transfer."""
 
+POISON_BYTES = POISON.to_bytes(2, "little", signed=True)
+"""Its bytes, as they lie in memory."""
+
 Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+"""Unsigned types by the bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,12 @@ class CoordinateCodes:
     def of(self, layers: range, tokens: range) -> Words:
         """Return the codes of layers x tokens: shape (layers, 2, tokens, heads, channels), unsigned, itemsize bytes."""
         index = self.index(layers, tokens)
-        return (index if self.plain else _mix(index)).astype(_WORDS[self.itemsize])
+        return (index if self.plain else _mix(index)).astype(WORDS[self.itemsize])
 
     def digits(self, layers: range, tokens: range, place: int) -> Words:
         """Return digit number place (0: the lowest) of each index, written in digits of itemsize bytes; see of()."""
         shift = np.uint64(8 * self.itemsize * place)
-        return (self.index(layers, tokens) >> shift).astype(_WORDS[self.itemsize])
+        return (self.index(layers, tokens) >> shift).astype(WORDS[self.itemsize])
 
     def index(self, layers: range, tokens: range) -> npt.NDArray[np.uint64]:
         """Return the indices of layers x tokens: shape (layers, 2, tokens, heads, channels)."""

@@ -5,11 +5,10 @@ from math import prod
 
 import torch
 
-from pdtx.cache.codes import POISON
+from pdtx.cache.codes import POISON, POISON_BYTES
 from pdtx.layout import Part
 
-_POISON_64 = int.from_bytes(POISON.to_bytes(2, "little", signed=True) * 4, "little", signed=True)
-_POISON_BYTES = POISON.to_bytes(2, "little", signed=True)
+_POISON_64 = int.from_bytes(POISON_BYTES * 4, "little", signed=True)
 _PAGE_AXES = ("layer", "block", "token")
 
 
@@ -17,7 +16,7 @@ def fill_with_poison(memory: torch.Tensor) -> None:
     """Poison a whole region, uint8."""
     whole = memory.numel() // 2 * 2
     memory[:whole].view(torch.int16).fill_(POISON)
-    memory[whole:] = _POISON_BYTES[0]
+    memory[whole:] = POISON_BYTES[0]
 
 
 class PoisonedPart:
@@ -88,5 +87,5 @@ def _fill_of_bytes(size: Sequence[int], strides: Sequence[int], offset: int, dev
         shape = [1] * len(size)
         shape[axis] = extent
         odd = odd ^ (torch.arange(extent, device=device) * stride % 2).to(torch.uint8).reshape(shape)
-    table = torch.tensor(list(_POISON_BYTES), dtype=torch.uint8, device=device)
+    table = torch.tensor(list(POISON_BYTES), dtype=torch.uint8, device=device)
     return table[odd.long()]

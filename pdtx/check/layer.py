@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pdtx.cache.codes import Words
+from pdtx.cache.codes import WORDS, Words
 from pdtx.cache.contents import word_rows
 from pdtx.cache.verify import Coordinate
 from pdtx.check.pairs import BufferPair, RankView, on_device
@@ -46,8 +46,7 @@ class RankLayer:
 
     def words(self) -> Words:
         """The elements that it does hold, unsigned; in the shape of own."""
-        dtypes = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-        found: Words = self.read().contiguous().numpy().view(dtypes[self.pair.codes.itemsize])
+        found: Words = self.read().contiguous().numpy().view(WORDS[self.pair.codes.itemsize])
         return found
 
     def expected(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache
 from pdtx.cache.aliasing import share_bytes
-from pdtx.cache.codes import Words
+from pdtx.cache.codes import POISON_BYTES, WORDS, Words
 from pdtx.cache.contents import codes_for
 from pdtx.cache.verify import Coordinate, Naming
 from pdtx.errors import InputError
@@ -23,7 +23,13 @@ Tables = Table | Mapping[str, Table]
 """A request's block table: of the only group, or of each group by its name."""
 
 
-_POISON_WORDS = {1: (0xAD, 0xDE), 2: (0xADDE, 0xDEAD), 4: (0xADDEADDE, 0xDEADDEAD)}
+def _poison_words(itemsize: int) -> tuple[int, int]:
+    pattern = POISON_BYTES * itemsize
+    low, high = sorted(int.from_bytes(pattern[first : first + itemsize], "little") for first in (0, 1))
+    return low, high
+
+
+_POISON_WORDS = {itemsize: _poison_words(itemsize) for itemsize in WORDS}
 """By bytes of an element: what one of poison can be, by where it begins; ascending."""
 
 
