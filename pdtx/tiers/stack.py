@@ -14,7 +14,7 @@ import numpy as np
 from pdtx.cache import record_fence
 from pdtx.errors import PdtxError, TierError
 from pdtx.plan.runs import Int64s
-from pdtx.tiers.base import Bools, ContentHashes, Failed, Fence, Lease, Moved, Side, Tier, check_fence
+from pdtx.tiers.base import Bools, ContentHashes, Failed, Fence, Lease, Moved, Side, Tier
 from pdtx.tiers.contents import NO_HASH, known_contents
 from pdtx.tiers.counters import TierUsage
 from pdtx.tiers.cpu import CpuTier
@@ -106,7 +106,6 @@ class TierStack(Tier):
 
     def store(self, keys: PrefixKeys, source: Side, places: Sequence[Int64s], fence: Fence) -> "Future[Moved]":
         """Take copies of blocks into memory, see Tier; the result tells of that alone, and not of what is below."""
-        check_fence(fence)
         behind = self._behind if self._write == "through" else None
         if behind is None:
             return self._memory.store(keys, source, places, fence)
