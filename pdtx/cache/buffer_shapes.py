@@ -69,8 +69,14 @@ def buffer_class(spec: KVCacheSpec, layout: str) -> type[PagedBuffer]:
     return PagedLatentCache if preset_name(layout) in RECORD_ORDERS else PagedKVCache
 
 
-def allocate_buffer(shape: BufferShape, device: str | torch.device, *, shared: bool) -> PagedBuffer:
-    """Return a buffer in memory of its own, see PagedBuffer."""
+def make_buffer(
+    shape: BufferShape,
+    device: str | torch.device = "cpu",
+    *,
+    shared: bool = False,
+    memories: Sequence[torch.Tensor] | None = None,
+) -> PagedBuffer:
+    """Return a buffer in memory of its own, or in memories; see PagedBuffer."""
     return buffer_class(shape.spec, shape.layout)(
         shape.spec,
         layout=shape.layout,
@@ -82,6 +88,7 @@ def allocate_buffer(shape: BufferShape, device: str | torch.device, *, shared: b
         tp_size=shape.tp_size,
         kernel_block_size=shape.kernel_block_size,
         shared=shared,
+        memories=memories,
     )
 
 
@@ -107,17 +114,7 @@ def buffer_over(foreign: ForeignBuffer) -> PagedBuffer:
         )
         for memory in given
     ]
-    return buffer_class(foreign.spec, foreign.layout)(
-        foreign.spec,
-        layout=foreign.layout,
-        num_layers=len(foreign.layer_names),
-        num_blocks=foreign.num_blocks,
-        name=foreign.name,
-        layer_names=foreign.layer_names,
-        tp_size=foreign.tp_size,
-        kernel_block_size=foreign.kernel_block_size,
-        memories=parts,
-    )
+    return make_buffer(foreign, memories=parts)
 
 
 def _check_strides(what: str, layout: AnyLayout, foreign: ForeignBuffer) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from pdtx.cache.aliasing import check_shared_bytes, union_bytes
 from pdtx.cache.buffer import PagedBuffer
-from pdtx.cache.buffer_shapes import BufferShape, ForeignBuffer, allocate_buffer, buffer_over
+from pdtx.cache.buffer_shapes import BufferShape, ForeignBuffer, buffer_over, make_buffer
 from pdtx.cache.groups import CacheGroup, group_kind
 from pdtx.cache.probe import probe_buffer
 from pdtx.errors import CacheError
@@ -89,7 +89,7 @@ class KVCaches:
 
         Raises CacheError, LayoutError, SpecError, ParallelError as over() does, InputError without the memory.
         """
-        made = [(_index(groups, buffer), allocate_buffer(buffer, device, shared=shared)) for buffer in buffers]
+        made = [(_index(groups, buffer), make_buffer(buffer, device, shared=shared)) for buffer in buffers]
         return cls(groups, made)
 
     @property

@@ -45,8 +45,7 @@ class Memory:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Memory":
         """Return a tensor's memory. Raises LayoutError for one that is not contiguous: storage_of() takes those."""
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            raise LayoutError(f"a {tensor.layout} tensor on {tensor.device} has no memory that a cache can lie in")
+        _check_memory(tensor)
         if not tensor.is_contiguous():
             raise LayoutError(
                 f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; give "
@@ -57,8 +56,7 @@ class Memory:
     @classmethod
     def storage_of(cls, tensor: torch.Tensor) -> "Memory":
         """Return all of the storage that a tensor of any shape and strides is a view of."""
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            raise LayoutError(f"a {tensor.layout} tensor on {tensor.device} has no memory that a cache can lie in")
+        _check_memory(tensor)
         storage = tensor.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return cls(whole.set_(storage))
@@ -80,6 +78,11 @@ class Memory:
                 f"its elements' {itemsize} bytes"
             )
         return found
+
+
+def _check_memory(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise LayoutError(f"a {tensor.layout} tensor on {tensor.device} has no memory that a cache can lie in")
 
 
 AnyMemory = torch.Tensor | Memory
