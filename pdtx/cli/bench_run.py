@@ -73,15 +73,15 @@ def run_bench(flags: Flags, *, as_json: bool) -> None:
     Raises InputError for flags that cannot be used or a run in which nothing can be measured, VerificationError and
     PdtxError for cases that failed or were cut off, after everything has been written.
     """
-    from pdtx.bench.measuring import How, judge, measure_all, new_result, read_sweep, references_of, refuse_impossible
+    from pdtx.bench.measuring import How, judge, measure_all, new_result, read_sweep, refuse_impossible
 
+    # All flags in every process of a rendezvous, so that none waits for others that refuse them.
     sweep, counts = read_sweep(flags), agent_counts(flags)
-    references_of(flags)
-    refuse_impossible(sweep, counts)  # in every process of a rendezvous, so that none waits for the others
+    how, result = How.of(flags), new_result(flags, ["pdtx", *sys.argv[1:]])
+    refuse_impossible(sweep, counts)
     if only_serves(flags):
         serve(flags)
         return
-    how, result = How.of(flags), new_result(flags, ["pdtx", *sys.argv[1:]])
     record = Record(_path(flags["output"]), result, force=bool(flags["force"]))
     try:
         with open_fleet(flags) as fleet:
