@@ -59,7 +59,7 @@ class PrefillNode:
         security = open_security(config.security)
         required, mode, costs = parse_require(transport.require), parse_mode(transport.mode), read_costs()
         # Before the model is loaded: a mover that cannot be had fails at once.
-        mover = open_mover(transport.mover, transport.mover_option)
+        mover = open_mover(transport)
         stack.callback(mover.close)
         metrics = open_metrics(config.metrics, stack, role="prefill", mover=transport.mover, on_note=self._note)
         self.model: ModelRunner | SyntheticModel = load_model(config.model, self._note)
