@@ -9,7 +9,7 @@ from pdtx.errors import InputError
 from pdtx.node.config import PrefillConfig
 from pdtx.node.metrics import open_metrics
 from pdtx.node.model import OnNote, load_model, open_cache, open_security
-from pdtx.node.prompts import Prompt, named
+from pdtx.node.prompts import Prompt, check_ids, named
 from pdtx.node.tiers import NodeTiers, open_tiers
 from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
 
@@ -144,11 +144,7 @@ class PrefillNode:
             raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {wrong!r}")
         made = iter(named([one for one in texts if isinstance(one, Prompt)], self._num_prompts))
         jobs = [one if isinstance(one, Job) else self._job(next(made)) for one in texts]
-        ids = set[str]()
-        for job in jobs:
-            if job.request_id in ids:
-                raise InputError(f"prompt id {job.request_id!r} is given twice")
-            ids.add(job.request_id)
+        check_ids(job.request_id for job in jobs)
         self._num_prompts += len(jobs)
         return jobs
 
