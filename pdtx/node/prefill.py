@@ -35,7 +35,6 @@ class PrefillNode:
         self.config, self._note = config, on_note
         self._stack: ExitStack | None = None
         self._num_prompts = 0
-        self._watched = False
 
     def __enter__(self) -> Self:
         if self._stack is not None:
@@ -130,9 +129,7 @@ class PrefillNode:
             prefix=self.tiers.prefix if self.tiers is not None else None,
             on_end=end,
         )
-        if not self._watched:
-            self._watched = True
-            self._watch.begin()
+        self._watch.begin()
         return scheduler.run(jobs)
 
     def _jobs(self, prompts: "Sequence[str | Prompt | Job]") -> "list[Job]":
