@@ -215,6 +215,24 @@ class TestFlags:
         assert "nothing could be measured: " in err
         assert not list(Path().glob("results/*"))
 
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--label", "run"), "--label takes KEY=VALUE, not 'run'"),
+            (("--reference", "none,socket"), "says none and some"),
+            (("--mover", "nope"), "nothing could be measured: "),
+        ],
+    )
+    def test_a_process_that_only_serves_refuses_what_the_one_that_measures_does(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], said: str
+    ) -> None:
+        """Or it would wait, to the end of --connect-timeout, for one that has ended."""
+        monkeypatch.setattr(bench_run, "only_serves", lambda _: True)
+        monkeypatch.setattr(bench_run, "serve", lambda _: pytest.fail("it waits for the others"))
+        code, _, err = run("--rendezvous", *arguments)
+        assert code == 2
+        assert said in err
+
     def test_agents_are_counted(self) -> None:
         assert agent_counts(Flags({"prefill": "a:1,b:1", "decode": "c:1"})) == (2, 1)
         assert agent_counts(Flags({"prefill-agents": 3, "decode-agents": 4, "local": True})) == (3, 4)

@@ -7,6 +7,7 @@ import pytest
 
 from pdtx.cli.movers import mover_flags
 from pdtx.errors import InputError
+from pdtx.node.config import TransportConfig
 from pdtx.node.transport import open_mover, parse_mode, parse_require, shares_memory
 from pdtx.plan import Mode
 from pdtx.transports.options import typed_options
@@ -69,15 +70,15 @@ def test_an_option_comes_once() -> None:
 
 
 def test_a_mover_is_made_with_its_options() -> None:
-    mover = open_mover("tcp", ["stall-s=3"], advertise="here.example")
+    mover = open_mover(TransportConfig("tcp", ["stall-s=3"]), advertise="here.example")
     mover.close()
     assert isinstance(mover, TcpMover)
     with pytest.raises(InputError, match="unknown mover 'pigeon'"):
-        open_mover("pigeon", None)
+        open_mover(TransportConfig("pigeon"))
     with pytest.raises(InputError, match="advertise_host"):
-        open_mover("shm", None, advertise="here.example")
+        open_mover(TransportConfig("shm"), advertise="here.example")
     with pytest.raises(InputError, match="inproc works within one process"):
-        open_mover("inproc", None)
+        open_mover(TransportConfig("inproc"))
 
 
 def test_flags_are_passed_on() -> None:

@@ -228,6 +228,16 @@ def test_tiers_and_a_capture(tmp_path: Path) -> None:
     assert len((tmp_path / "captured").read_text().splitlines()) == 3
 
 
+def test_a_capture_counts_time_from_the_first_run(tmp_path: Path) -> None:
+    with DecodeNode(decode_config()) as decode, served(decode):
+        capture = CaptureConfig(tmp_path / "captured")
+        with PrefillNode(prefill_config(decode.address, capture=capture, prefill_rate=640.0)) as prefill:
+            prefill.run([Prompt(token_ids=[5] * 64)])  # 0.1 s
+            prefill.run([Prompt(token_ids=[6])])
+    _, first, second = map(json.loads, (tmp_path / "captured").read_text().splitlines())
+    assert second["timestamp"] >= first["timestamp"] + 100
+
+
 def test_what_a_prefill_node_loaded_is_kept_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, keep = list[int](), PrefixCache.keep
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pdtx.bench.measuring import Observer
     from pdtx.results.model import Result
 
-__all__ = ["run"]
+__all__ = ["judge", "run"]
 
 
 def run(

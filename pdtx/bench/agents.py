@@ -12,7 +12,6 @@ from pdtx.process import Node
 
 if TYPE_CHECKING:
     from pdtx.bench.fleet import Fleet
-    from pdtx.sidechannel import Security
 
 Say = Callable[[str], None]
 """Takes a line about progress; perhaps from another thread."""
@@ -52,27 +51,18 @@ def open_fleet(flags: Flags, say: Say) -> Iterator["Fleet"]:
     Raises what Fleet.connect raises, and PdtxError for an agent of ours that does not start.
     """
     from pdtx.bench.fleet import Fleet
-    from pdtx.sidechannel import Security
+    from pdtx.sidechannel import Security, read_security
 
     timeout_s = float(flags["connect-timeout"])
     with ExitStack() as stack:
         if flags["prefill"]:
-            sides, security = (_addresses(flags, "prefill"), _addresses(flags, "decode")), _security(flags)
+            sides = _addresses(flags, "prefill"), _addresses(flags, "decode")
+            peer_keys = [Path(path) for path in flags["peer-key"] or ()]
+            security = read_security(flags["key"], peer_keys, insecure=bool(flags["insecure"]))
         else:
             sides = stack.enter_context(_started_here(flags, timeout_s, say))
-            security = Security(own=None, peer_public=[], insecure=False)  # all on loopback
+            security = Security()  # all on loopback
         yield stack.enter_context(Fleet.connect(*sides, security=security, timeout_s=timeout_s, waiting=say))
-
-
-def _security(flags: Flags) -> "Security":
-    """Read the keys that were given. Raises InputError for a key that cannot be read, or half a pair."""
-    from pdtx.sidechannel import Security, load_public, load_secret
-
-    key, peers = flags["key"], flags["peer-key"] or ()
-    if (key is None) != (not peers):
-        raise InputError("--key and --peer-key go together; make keys with 'pdtx keygen NAME'")
-    own = load_secret(Path(key)) if key is not None else None
-    return Security(own=own, peer_public=[load_public(Path(path)) for path in peers], insecure=bool(flags["insecure"]))
 
 
 @contextmanager

@@ -1,48 +1,21 @@
 """Measure a sweep, case after case, and keep what was measured, whatever ends the run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from pdtx.bench.axes import Reference, one_of, values
 from pdtx.bench.flags import Flags
+from pdtx.bench.fleet import Fleet
 from pdtx.bench.fleet_case import Progress
 from pdtx.bench.sweep import AXES, Point, Sweep, expand
 from pdtx.errors import InputError, PdtxError, VerificationError
 from pdtx.report import machine_facts
-from pdtx.results.model import Case, CaseResult, NodeFacts, Result
+from pdtx.results.model import Case, CaseResult, Result
 from pdtx.results.summary import summarize
 from pdtx.units import counted
-
-
-class Measures(Protocol):
-    """What is used of a fleet, see pdtx.bench.fleet.Fleet."""
-
-    current: CaseResult | None
-    failure: PdtxError | None
-
-    @property
-    def nodes(self) -> tuple[NodeFacts, ...]:
-        """The agents."""
-
-    @property
-    def max_bytes(self) -> int:
-        """What a case's caches may take at every agent."""
-
-    def measure(
-        self,
-        case: Case,
-        *,
-        iterations: int,
-        warmup: int,
-        verify: bool,
-        references: Sequence[str],
-        deadline: float,
-        told: Callable[[Progress], None],
-    ) -> CaseResult:
-        """Measure a case."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +106,7 @@ def _nothing(reasons: Sequence[str | None]) -> str:
 
 
 def measure_all(
-    fleet: Measures, sweep: Sweep, counts: tuple[int, int], how: How, result: Result, observer: Observer
+    fleet: Fleet, sweep: Sweep, counts: tuple[int, int], how: How, result: Result, observer: Observer
 ) -> None:
     """Measure every case of a sweep, and put it into result.
 
@@ -163,7 +136,7 @@ def measure_all(
         result.nodes = list(fleet.nodes)
 
 
-def _measured(fleet: Measures, point: Point, how: How, observer: Observer) -> CaseResult:
+def _measured(fleet: Fleet, point: Point, how: How, observer: Observer) -> CaseResult:
     if point.skipped is not None:
         return CaseResult(
             case=point.case, iterations=how.iterations, warmup=how.warmup, verified=how.verify, skipped=point.skipped

@@ -6,7 +6,6 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,9 +16,6 @@ from pdtx.cli.common import emit, note
 from pdtx.errors import InputError
 from pdtx.results.files import names_beside, write_result_file
 from pdtx.results.model import Result
-
-if TYPE_CHECKING:
-    from pdtx.bench.measuring import Observer
 
 _WRITING_SHARE = 0.05
 """Of a run's time that may go into writing its file again and again."""
@@ -73,20 +69,21 @@ def run_bench(flags: Flags, *, as_json: bool) -> None:
     Raises InputError for flags that cannot be used or a run in which nothing can be measured, VerificationError and
     PdtxError for cases that failed or were cut off, after everything has been written.
     """
-    from pdtx.bench.measuring import How, judge, measure_all, new_result, read_sweep, references_of, refuse_impossible
+    from pdtx.bench.measuring import How, judge, measure_all, new_result, read_sweep, refuse_impossible
+    from pdtx.cli.bench_printer import Printer
 
+    # All flags in every process of a rendezvous, so that none waits for others that refuse them.
     sweep, counts = read_sweep(flags), agent_counts(flags)
-    references_of(flags)
-    refuse_impossible(sweep, counts)  # in every process of a rendezvous, so that none waits for the others
+    how, result = How.of(flags), new_result(flags, ["pdtx", *sys.argv[1:]])
+    refuse_impossible(sweep, counts)
     if only_serves(flags):
         serve(flags)
         return
-    how, result = How.of(flags), new_result(flags, ["pdtx", *sys.argv[1:]])
     record = Record(_path(flags["output"]), result, force=bool(flags["force"]))
     try:
         with open_fleet(flags) as fleet:
-            observer = _observer(record, gbits=bool(flags["gbits"]), quiet=as_json)
-            measure_all(fleet, sweep, counts, how, result, observer)
+            printer = Printer(record.save_soon, gbits=bool(flags["gbits"]), quiet=as_json)
+            measure_all(fleet, sweep, counts, how, result, printer)
     finally:
         record.save()
         if record.measured:
@@ -103,9 +100,3 @@ def _path(given: Path | None) -> Path:
         return given
     path = Path(f"results/bench-{datetime.now(UTC):%Y%m%d-%H%M%S}.json")
     return next(name for name in names_beside(path) if not name.exists())
-
-
-def _observer(record: Record, *, gbits: bool, quiet: bool) -> "Observer":
-    from pdtx.cli.bench_printer import Printer
-
-    return Printer(record.save_soon, gbits=gbits, quiet=quiet)

@@ -143,7 +143,7 @@ def replay(
     required, picked, costs = parse_require(require), parse_mode(mode), read_costs()
     pace = plan.pace(prefill_rate)
     with ExitStack() as stack:
-        moving = open_mover(mover, mover_option)
+        moving = open_mover(transport)
         stack.callback(moving.close)
         started = connect is None
         if connect is None:

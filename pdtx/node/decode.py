@@ -84,7 +84,7 @@ class DecodeNode:
         host, _ = parse_address(config.listen)
         require_protection(host, security)
         # Before the model is loaded: a mover that cannot be had fails at once.
-        mover = open_mover(transport.mover, transport.mover_option, advertise=config.advertise)
+        mover = open_mover(transport, advertise=config.advertise)
         stack.callback(mover.close)
         metrics = open_metrics(config.metrics, stack, role="decode", mover=transport.mover, on_note=self._note)
         self.model: ModelRunner | SyntheticModel = load_model(config.model, self._note)

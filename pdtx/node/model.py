@@ -77,8 +77,6 @@ def open_cache(
 
 def open_security(config: SecurityConfig) -> "Security":
     """Read the keys that were given. Raises InputError for a key that cannot be read."""
-    from pdtx.sidechannel import Security, load_public, load_secret
+    from pdtx.sidechannel import read_security
 
-    own = load_secret(config.key) if config.key is not None else None
-    peers = [load_public(path) for path in config.peer_key or []]
-    return Security(own=own, peer_public=peers, insecure=config.insecure)
+    return read_security(config.key, config.peer_key or (), insecure=config.insecure)

@@ -9,7 +9,7 @@ from pdtx.errors import InputError
 from pdtx.node.config import PrefillConfig
 from pdtx.node.metrics import open_metrics
 from pdtx.node.model import OnNote, load_model, open_cache, open_security
-from pdtx.node.prompts import Prompt, named
+from pdtx.node.prompts import Prompt, check_ids, named
 from pdtx.node.tiers import NodeTiers, open_tiers
 from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
 
@@ -35,7 +35,6 @@ class PrefillNode:
         self.config, self._note = config, on_note
         self._stack: ExitStack | None = None
         self._num_prompts = 0
-        self._watched = False
 
     def __enter__(self) -> Self:
         if self._stack is not None:
@@ -59,7 +58,7 @@ class PrefillNode:
         security = open_security(config.security)
         required, mode, costs = parse_require(transport.require), parse_mode(transport.mode), read_costs()
         # Before the model is loaded: a mover that cannot be had fails at once.
-        mover = open_mover(transport.mover, transport.mover_option)
+        mover = open_mover(transport)
         stack.callback(mover.close)
         metrics = open_metrics(config.metrics, stack, role="prefill", mover=transport.mover, on_note=self._note)
         self.model: ModelRunner | SyntheticModel = load_model(config.model, self._note)
@@ -130,9 +129,7 @@ class PrefillNode:
             prefix=self.tiers.prefix if self.tiers is not None else None,
             on_end=end,
         )
-        if not self._watched:
-            self._watched = True
-            self._watch.begin()
+        self._watch.begin()
         return scheduler.run(jobs)
 
     def _jobs(self, prompts: "Sequence[str | Prompt | Job]") -> "list[Job]":
@@ -144,11 +141,7 @@ class PrefillNode:
             raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {wrong!r}")
         made = iter(named([one for one in texts if isinstance(one, Prompt)], self._num_prompts))
         jobs = [one if isinstance(one, Job) else self._job(next(made)) for one in texts]
-        ids = set[str]()
-        for job in jobs:
-            if job.request_id in ids:
-                raise InputError(f"prompt id {job.request_id!r} is given twice")
-            ids.add(job.request_id)
+        check_ids(job.request_id for job in jobs)
         self._num_prompts += len(jobs)
         return jobs
 

@@ -1,6 +1,6 @@
 """Prompts: given one by one, or read from a file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,13 +75,17 @@ def named(prompts: Sequence[Prompt], first: int = 0) -> list[Prompt]:
         prompt if prompt.id else msgspec.structs.replace(prompt, id=f"p{at}")
         for at, prompt in enumerate(prompts, first)
     ]
-    ids = [prompt.id for prompt in found]
+    check_ids(prompt.id for prompt in found)
+    return found
+
+
+def check_ids(ids: Iterable[str | None]) -> None:
+    """Raise InputError for an id that comes twice."""
     seen = set[str | None]()
     for name in ids:
         if name in seen:
             raise InputError(f"prompt id {name!r} is given twice")
         seen.add(name)
-    return found
 
 
 def _read_file(file: Path) -> list[Prompt]:

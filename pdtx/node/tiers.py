@@ -136,7 +136,7 @@ def _serve(
     """Let other nodes read a tier; return the address."""
     from pdtx.engine import TierServer
 
-    moving = open_mover(transport.mover, transport.mover_option)
+    moving = open_mover(transport)
     stack.callback(moving.close)
     server = TierServer(tier, _describe(tier.cache, runner), moving)
     stack.callback(server.close)
@@ -160,7 +160,7 @@ def _peer_tier(
         address,
         cache,
         _describe(cache, runner),
-        open_mover(transport.mover, transport.mover_option),
+        open_mover(transport),
         block_tokens=block_tokens,
         security=security,
         costs=costs,

@@ -1,11 +1,10 @@
 """A node's transport: the mover, what must carry its payload, and how it is sent."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdtx.errors import InputError
-from pdtx.node.config import MODES, REQUIRABLE
+from pdtx.node.config import MODES, REQUIRABLE, TransportConfig
 
 if TYPE_CHECKING:
     from pdtx.plan import CostTable, Mode
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-def open_mover(name: str, options: Sequence[str] | None, *, advertise: str | None = None) -> "Mover":
-    """Make a mover. options: KEY=VALUE each; advertise: the host that others reach this node at, if not its own.
+def open_mover(config: TransportConfig, *, advertise: str | None = None) -> "Mover":
+    """Make a mover. advertise: the host that others reach this node at, if not its own.
 
     Raises InputError for an unknown mover, or an option that it does not have or that is not of the option's type.
     """
@@ -24,12 +23,10 @@ def open_mover(name: str, options: Sequence[str] | None, *, advertise: str | Non
     from pdtx.transports.options import typed_options
     from pdtx.transports.registry import mover_class
 
-    if name == "inproc":
-        raise InputError("the mover inproc works within one process, and nodes are two; on one host use shm")
-    typed = typed_options(name, mover_class(name), options or [])
+    typed = typed_options(config.mover, mover_class(config.mover), config.mover_option or [])
     if advertise is not None:
         typed.setdefault("advertise_host", advertise)
-    return make_mover(name, **typed)
+    return make_mover(config.mover, **typed)
 
 
 def shares_memory(mover: str) -> bool:

@@ -39,7 +39,7 @@ class PrefillWatch:
             metrics.watch(producer.engine_id, self._counts)
 
     def begin(self) -> None:
-        """Count arrivals from now on."""
+        """Count arrivals from now on, if it is the first run."""
         if self._recorder is not None:
             self._recorder.begin(time.monotonic())
 

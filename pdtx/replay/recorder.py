@@ -69,8 +69,9 @@ class Recorder:
         self._write(header)
 
     def begin(self, now: float) -> None:
-        """Set the time that arrivals are counted from, in time.monotonic()."""
-        self._begun = now
+        """Set the time that arrivals are counted from, in time.monotonic(), unless it is set already."""
+        if self._begun is None:
+            self._begun = now
 
     def record(self, ended: Ended) -> None:
         """Write a request down."""

@@ -1,7 +1,7 @@
 """The control plane: ZeroMQ channels that carry pdtx.protocol messages, with keys off loopback."""
 
 from pdtx.sidechannel.dialer import Dialer
-from pdtx.sidechannel.keys import KeyPair, Security, generate_keys, load_public, load_secret
+from pdtx.sidechannel.keys import KeyPair, Security, generate_keys, load_public, load_secret, read_security
 from pdtx.sidechannel.listener import Listener
 from pdtx.sidechannel.protection import require_protection
 
@@ -13,5 +13,6 @@ __all__ = [
     "generate_keys",
     "load_public",
     "load_secret",
+    "read_security",
     "require_protection",
 ]

@@ -3,6 +3,7 @@
 import os
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def load_secret(path: Path) -> KeyPair:
 def load_public(path: Path) -> bytes:
     """Read NAME.key. Raises InputError if it is not there or holds no key."""
     return _load(path)[0]
+
+
+def read_security(key: Path | None, peer_keys: Sequence[Path], *, insecure: bool) -> Security:
+    """Read the keys of a channel from their files. Raises InputError for one that cannot be read, and half a pair."""
+    if (key is None) != (not peer_keys):
+        raise InputError("--key and --peer-key go together; make keys with 'pdtx keygen NAME'")
+    own = load_secret(key) if key is not None else None
+    return Security(own, [load_public(path) for path in peer_keys], insecure)
 
 
 def check_key(key: bytes, what: str) -> None:
