@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from pdtx.cache import CacheGroup, GroupBlocks
+from pdtx.cache import GroupBlocks
 from pdtx.engine.control_thread import ControlThread, Owned
 from pdtx.engine.matching import BufferMatch
 from pdtx.engine.picking import Picks
@@ -146,11 +146,6 @@ class Piece:
     layers: range
     positions: range
     fence: Callable[[], None]
-
-    def uncached(self, group: CacheGroup, cached_tokens: int) -> "Piece | None":
-        """Return the part that a consumer lacks that has the first cached_tokens, if any. group: the producer's."""
-        positions = group.uncached(self.positions, cached_tokens)
-        return replace(self, positions=positions) if positions else None
 
     @property
     def key(self) -> TransferKey:

@@ -240,15 +240,13 @@ class OutboundControl:
         if match is None or ours is None or request.grant is None:
             return
         group = self.cache.groups[match.producer_group]
-        positions = group.ready(request.num_tokens, ready.start, ready.stop)
+        computed = group.ready(request.num_tokens, ready.start, ready.stop)
+        positions = group.uncached(computed, request.grant.cached_tokens)
         if not positions:
             return
         for move in match.moves:
-            piece = Piece(request, route, match, move, range(ours, ours + 1), positions, ready.fence)
-            lacking = piece.uncached(group, request.grant.cached_tokens)
-            if lacking is not None:
-                request.unsent += 1
-                self.effects.ship(lacking)
+            request.unsent += 1
+            self.effects.ship(Piece(request, route, match, move, range(ours, ours + 1), positions, ready.fence))
 
     def computed(self, request: OutboundRequest, first_token: int | None) -> None:
         """All of a request is ready; first_token: the first new one, where it is known."""
