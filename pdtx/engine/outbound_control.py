@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from pdtx.cache import AllocatingBlockPool, BlockTables, CallerBlocks, CallerTables, GroupBlocks, KVCaches
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
@@ -168,10 +167,8 @@ class OutboundControl:
         self._check_new(request)
         if isinstance(self.pool, CallerBlocks):
             raise InputError("blocks are the caller's here; give tables, one for each group")
-        request.blocks = self.pool.allocate([len(place) for place in places])
-        self._set_tables(request, request.blocks.tables(places))
-        self.requests[request.request_id] = request
-        self.advance()
+        blocks = self.pool.allocate([len(place) for place in places])
+        self._begin(request, blocks, blocks.tables(places))
 
     def begin_in(self, request: OutboundRequest, blocks: CallerTables) -> None:
         """Begin a request in blocks of the caller's, which are given back where it cannot be. Raises as begin()."""
@@ -180,8 +177,10 @@ class OutboundControl:
         except PdtxError:
             self.pool.free(blocks)
             raise
-        request.blocks = blocks
-        self._set_tables(request, tuple(own.ids for own in blocks.groups))
+        self._begin(request, blocks, tuple(own.ids for own in blocks.groups))
+
+    def _begin(self, request: OutboundRequest, blocks: GroupBlocks, sources: tuple[Int64s, ...]) -> None:
+        request.blocks, request.sources = blocks, sources
         self.requests[request.request_id] = request
         self.advance()
 
@@ -190,10 +189,6 @@ class OutboundControl:
             raise self.session.over
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use")
-
-    def _set_tables(self, request: OutboundRequest, tables: tuple[Int64s, ...]) -> None:
-        request.sources = tables
-        request.tables = tuple(torch.tensor(table, device=self.cache.device) for table in tables)
 
     def _ask(self, request: OutboundRequest) -> None:
         request.go(OutboundState.ASKED)
@@ -263,7 +258,7 @@ class OutboundControl:
             raise InputError("the blocks of a producer with a pool of its own do not grow")
         if not request.has_outcome:
             request.blocks = blocks = self.pool.extend(request.own_blocks, tables)
-            self._set_tables(request, tuple(own.ids for own in blocks.groups))
+            request.sources = tuple(own.ids for own in blocks.groups)
 
     def end(self, request: OutboundRequest, error: PdtxError | None, *, tell: bool = True) -> None:
         """End a request: error says why it failed; None where `finished` has been set. Its blocks follow.

@@ -159,6 +159,7 @@ class KVProducer:
             token_ids=token_ids,
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
+            device=self.cache.device,
         )
         request.encode_ask()  # before blocks are taken, which nobody would give back if it raised
         if isinstance(self.pool, CallerBlocks):

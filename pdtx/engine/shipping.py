@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from pdtx.cache import KVCaches
 from pdtx.engine.outbound import OutboundRequest, Piece
 from pdtx.engine.registering import regions_of
@@ -151,7 +153,7 @@ class Shipper:
                 "are beyond the request"
             )
         buffer = self._cache.buffers[match.producer_index]
-        table = request.tables[match.producer_group]
+        table = torch.tensor(request.sources[match.producer_group], device=buffer.device)
         rows = buffer.canonical(match.layers[ask.layer], table, ask.token_start, ask.token_stop)
         return Reference(
             request_id=ask.request_id,
