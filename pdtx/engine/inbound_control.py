@@ -13,7 +13,7 @@ from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.describe import CacheFacts
 from pdtx.engine.expectations import Expectations
 from pdtx.engine.granting import GrantQueue, blocks_to_poison, granted_blocks, needs_of, needs_of_tables
-from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
+from pdtx.engine.inbound import Arrived, Expectation, GroupNeed, InboundRequest, Session
 from pdtx.engine.inbound_sessions import SessionTable
 from pdtx.engine.landing import Landing
 from pdtx.engine.receiving import PayloadReceiver
@@ -157,8 +157,7 @@ class InboundControl:
         if problem is not None:
             self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=problem))
             return
-        matches = session.match.buffers
-        arrivals = Arrivals(matches, [needs[match.group].positions for match in matches])  # unless tiers have some
+        arrivals = self._arrivals(session, needs, 0)  # unless tiers have some
         deadline = time.monotonic() + min(ask.deadline_s, self._max_deadline_s)
         request = InboundRequest(session, ask, needs, Landing(arrivals), deadline, owner=self.owner)
         self.requests[session.peer, ask.request_id] = request
@@ -222,12 +221,9 @@ class InboundControl:
     def _grant(self, request: InboundRequest, fetched: Fetched) -> None:
         """Tell the producer which blocks to write, and what of the prompt it need not send."""
         request.fetched = fetched
-        matches, groups = request.session.match.buffers, self.cache.groups
-        positions = [
-            groups[match.group].uncached(request.needs[match.group].positions, fetched.num_tokens) for match in matches
-        ]
-        tables = tuple(request.granted(group) for group in range(len(groups)))
-        request.landing.open(Arrivals(matches, positions), tables, request.deadline)
+        fewer = self._arrivals(request.session, request.needs, fetched.num_tokens) if fetched.num_tokens else None
+        tables = tuple(request.granted(group) for group in range(len(self.cache.groups)))
+        request.landing.open(tables, request.deadline, fewer)
         self.receiver.grant(request.session.session_id, request.request_id, request.landing)
         request.go(InboundState.RECEIVING)
         grant = Grant(
@@ -237,6 +233,12 @@ class InboundControl:
             cached_tokens=fetched.num_tokens,
         )
         self.effects.send(request.session.peer, grant)
+
+    def _arrivals(self, session: Session, needs: Sequence[GroupNeed], cached_tokens: int) -> Arrivals:
+        """Return what must arrive of a request whose first cached_tokens are here."""
+        matches, groups = session.match.buffers, self.cache.groups
+        positions = [groups[match.group].uncached(needs[match.group].positions, cached_tokens) for match in matches]
+        return Arrivals(matches, positions)
 
     def take(self, request: InboundRequest) -> bool:
         """Hold a ready request's blocks for the decoder; False if it has ended meanwhile."""
