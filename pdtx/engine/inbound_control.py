@@ -404,7 +404,7 @@ class InboundControl:
         name = expected.request_id
         if any(request.request_id == name and request.expected for request in self.requests.values()):
             raise InputError(f"request id {name!r} is in use")
-        needs_of_tables(self.cache.groups, expected)
+        expected.needs = needs_of_tables(self.cache.groups, expected)
 
     def abandon(self, expected: Expectation) -> None:
         """Expect a request no more, if it is expected at all: whoever wanted that was interrupted."""
@@ -431,7 +431,7 @@ class InboundControl:
             text = f"the prompt has {request.num_tokens} tokens, and {expected.num_tokens} are expected here"
             self.end(request, TransferError(text))
             return
-        request.needs = needs_of_tables(self.cache.groups, expected)
+        request.needs = expected.needs
         request.go(InboundState.LOADING)
         self._grant(request, Fetched(num_tokens=expected.cached_tokens))
 
