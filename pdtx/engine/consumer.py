@@ -42,6 +42,7 @@ from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, DataEndpoint, Finished, Hello, Message
 from pdtx.sidechannel import Listener, Security
+from pdtx.text import reason_of
 from pdtx.tiers import Moved
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.transports import Mover, TransferKey
@@ -342,7 +343,7 @@ class KVConsumer:
         try:
             self.core.on_hello(peer, hello, self._welcome)
         except ProtocolError as error:
-            logger.warning("refused %s: %s", hello.engine_id, error)
+            logger.warning("refused %s: %s", hello.engine_id, reason_of(error))
             listener.send(peer, make_reject(error))
 
     def _welcome(self, session: Session) -> Message:

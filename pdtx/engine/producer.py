@@ -17,7 +17,6 @@ from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
 from pdtx.errors import (
     DeadlineExceeded,
-    IncompatiblePeer,
     InputError,
     PdtxError,
     PeerLost,
@@ -27,7 +26,6 @@ from pdtx.errors import (
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome, encode
 from pdtx.sidechannel import Security
-from pdtx.text import reason_of
 from pdtx.transports import Mover, Path, TransferHandle
 from pdtx.transports.base import PathKind
 
@@ -293,11 +291,8 @@ class KVProducer:
         if channel is None:
             return
         match message:
-            case Welcome():
+            case Welcome() | Reject():
                 channel.answer(message)
-            case Reject():
-                told = message.field, message.producer, message.consumer, message.advice
-                channel.answer(IncompatiblePeer(*(reason_of(each) if each else each for each in told)))
             case _ if self._inbox.take():
                 self.control.post(self._handle, message)
             case _:

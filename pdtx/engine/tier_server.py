@@ -34,6 +34,7 @@ from pdtx.protocol import (
     TierWelcome,
 )
 from pdtx.sidechannel import Listener, Security
+from pdtx.text import reason_of
 from pdtx.tiers import PrefixKeys
 from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.shelved import ShelfLease
@@ -193,7 +194,7 @@ class TierServer:
         try:
             session = self._open(peer, hello)
         except ProtocolError as error:
-            logger.warning("refused %s: %s", hello.engine_id, error)
+            logger.warning("refused %s: %s", hello.engine_id, reason_of(error))
             self._send(peer, make_reject(error))
             return
         self._on_lost(peer, "it said hello again")
@@ -225,8 +226,8 @@ class TierServer:
         try:
             found = self._look_up(session, ask)
         except PdtxError as error:
-            reason = str(error)[:1000]
-            self._send(session.peer, Failure(request_id=ask.request_id, phase="the lookup", reason=reason))
+            failure = Failure(request_id=ask.request_id, phase="the lookup", reason=reason_of(error))
+            self._send(session.peer, failure)
             return
         self._send(session.peer, found)
 
