@@ -49,9 +49,9 @@ def check_hello(hello: Hello) -> None:
     _require_version(hello.protocol, PROTOCOL_VERSION)
 
 
-def new_session(peer: bytes, hello: Hello, match: Match) -> Session:
-    """Return a new session for a producer. match: of its cache, see match_caches and facts_of."""
-    return Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), match)
+def new_session(peer: bytes, engine_id: str, match: Match) -> Session:
+    """Return a new session for a peer. match: of both caches, see match_caches and facts_of."""
+    return Session(uuid.uuid4().hex, peer, engine_id, secrets.token_bytes(32), match)
 
 
 def make_welcome(

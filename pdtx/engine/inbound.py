@@ -17,7 +17,7 @@ from pdtx.tiers.prefix import Fetched
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One producer: its side-channel address, data token, and how its cache matches this one."""
+    """One peer, a producer or who reads a tier: its side-channel address, data token, and how the caches match."""
 
     session_id: str
     peer: bytes = field(repr=False)

@@ -31,7 +31,7 @@ class SessionTable:
     def make(self, peer: bytes, hello: Hello) -> Session:
         """Return a session for a producer. Raises IncompatiblePeer or ProtocolError."""
         check_hello(hello)
-        return new_session(peer, hello, self._match(hello.cache))
+        return new_session(peer, hello.engine_id, self._match(hello.cache))
 
     def _match(self, description: CacheDescription) -> Match:
         key = msgspec.msgpack.encode(description)
