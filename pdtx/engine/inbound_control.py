@@ -108,8 +108,8 @@ class InboundControl:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     @property
-    def sessions(self) -> dict[str, Session]:
-        """The sessions, by their ids."""
+    def sessions(self) -> dict[bytes, Session]:
+        """The sessions, by their producers' side-channel addresses."""
         return self._table.sessions
 
     def on_hello(self, peer: bytes, hello: Hello, welcome: Callable[[Session], Message]) -> None:
@@ -124,13 +124,15 @@ class InboundControl:
 
         What has all arrived does not need it and goes on.
         """
-        for session in self._table.drop(peer):
+        session = self._table.drop(peer)
+        if session is not None:
             lost = PeerLost(f"{session.engine_id} opened another session")
             self.end_where(lambda request: request.session.peer == peer and not _arrived(request), lost)
 
     def on_lost(self, peer: bytes, reason: str) -> None:
         """A producer's control channel has ended, and with it all its requests."""
-        for session in self._table.drop(peer):
+        session = self._table.drop(peer)
+        if session is not None:
             lost = PeerLost(f"lost {session.engine_id}: {reason}")
             self.end_where(lambda request: request.session.peer == peer, lost)
 
@@ -445,7 +447,7 @@ class InboundControl:
 
     def on_payload_failed(self, session_id: str, request_id: str, landing: Landing, error: PdtxError) -> None:
         """A payload has not arrived."""
-        session = self.sessions.get(session_id)
+        session = self._table.of_id(session_id)
         request = self.requests.get((session.peer, request_id)) if session is not None else None
         if request is not None and request.landing is landing:
             self.fail(request, error)
@@ -459,7 +461,7 @@ class InboundControl:
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """A message that is no hello."""
-        session = self._table.of_peer(peer)
+        session = self.sessions.get(peer)
         if session is None:
             logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
             # It may have been given up as silent while it was only slow, and take itself for connected.
