@@ -101,7 +101,7 @@ class KVConsumer:
             scrubs=verify,
         )
         self.registration = CacheRegistration()
-        self._verifier = Verifier(cache, self.pool, self._send)
+        self._verifier = Verifier(cache, self.pool, effects.send)
         self._verifiers = ThreadPoolExecutor(_VERIFIERS, "pdtx-verifier") if blocks is not None and verify else None
         self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
@@ -312,10 +312,6 @@ class KVConsumer:
         self.control.post(self.core.on_loaded, request, fetched)
 
     # -- on the side channel's thread ---------------------------------------------------------------------------------
-
-    def _send(self, session: Session, message: Message) -> None:
-        if self._listener is not None:
-            self._listener.send(session.peer, message)
 
     def _on_lost(self, peer: bytes, reason: str) -> None:
         self._inboxes.pop(peer, None)

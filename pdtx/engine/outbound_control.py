@@ -53,8 +53,8 @@ class OutboundEffects(Protocol):
     def send(self, message: Message) -> None:
         """Send the consumer a message. Raises ProtocolError for one that cannot be sent."""
 
-    def ask(self, request_id: str, encoded: bytes) -> None:
-        """Send the consumer a TransferRequest, which is encoded already."""
+    def ask(self, request: OutboundRequest) -> None:
+        """Send the consumer a request's TransferRequest, which is encoded already."""
 
     def ship(self, item: Piece | Asked | Probe) -> None:
         """Plan a piece and hand it to the transport, read reference data, or look whether a connection is alive."""
@@ -192,8 +192,8 @@ class OutboundControl:
 
     def _ask(self, request: OutboundRequest) -> None:
         request.go(OutboundState.ASKED)
-        ask, request.encoded_ask = request.encoded_ask, b""
-        self.effects.ask(request.request_id, ask)
+        self.effects.ask(request)
+        request.encoded_ask = b""
 
     def on_grant(self, request: OutboundRequest, grant: Grant) -> None:
         """Ship what waits for the grant. Which blocks it names is checked by the plan, as everything is."""

@@ -320,13 +320,15 @@ class _Effects:
 
     def send(self, message: Message) -> None:
         """See OutboundEffects."""
+        self._send(message)
+
+    def _send(self, message: Message | bytes) -> None:
         if self._of._channel is not None:
             self._of._channel.send(message)
 
-    def ask(self, request_id: str, encoded: bytes) -> None:
+    def ask(self, request: OutboundRequest) -> None:
         """See OutboundEffects."""
-        if self._of._channel is not None:
-            self._of._channel.send(encoded)
+        self._send(request.encoded_ask)
 
     def ship(self, item: Item) -> None:
         """See OutboundEffects."""
@@ -377,8 +379,8 @@ class _Effects:
                 error = failure
         # In this order: the blocks are not read any more, and the answer may end the request at once.
         self._of.control.post(self._of.core.on_read, asked, error)
-        if error is None and self._of._channel is not None:
-            self._of._channel.send(data)
+        if error is None:
+            self._send(data)
 
     def on_probed(self, route: Route, error: PdtxError | None) -> None:
         """See ShippingEvents."""
