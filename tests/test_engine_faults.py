@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdtx.engine import KVProducer
+from pdtx.engine import InboundRequest, KVProducer
 from pdtx.engine.shipping import Item
 from pdtx.engine.states import OutboundState
 from pdtx.errors import PdtxError, PeerLost, ProtocolError
@@ -53,6 +53,21 @@ def test_a_peers_words_are_printed_as_one_short_line() -> None:
         assert poll(both.producer.poll) == [request]
         assert str(request.error).isprintable()
         assert len(str(request.error)) < 3000
+
+
+def test_a_device_that_fails_while_it_verifies_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: InboundRequest) -> None:
+        raise RuntimeError("device-side assert\nwith many lines")
+
+    with Callers() as both:
+        monkeypatch.setattr(both.consumer, "verify", broken)
+        both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        request = both.begin()
+        both.compute(request)
+        both.producer.computed(request)
+        reason = "verification failed: RuntimeError: device-side assert with many lines"
+        assert str(both.arrived().error) == reason
+        assert reason in str(both.ended().error)
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -271,7 +271,7 @@ class KVConsumer:
             error = found
         except Exception as found:  # whatever it is, the caller must learn of it
             logger.exception("request %s could not be verified", request.request_id)
-            error = TransferError(f"verification failed: {type(found).__name__}: {found}")
+            error = TransferError(f"verification failed: {type(found).__name__}: {reason_of(found)}")
         self.control.post(self.core.deliver, request, error)
 
     # -- tiers --------------------------------------------------------------------------------------------------------

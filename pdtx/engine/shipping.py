@@ -16,6 +16,7 @@ from pdtx.engine.route import Route
 from pdtx.errors import PdtxError, ProtocolError, TransferError
 from pdtx.plan import Choice, Mode, PlanCache
 from pdtx.protocol import ReadReference, Reference
+from pdtx.text import reason_of
 from pdtx.transports import TransferHandle
 
 logger = logging.getLogger(__name__)
@@ -99,8 +100,7 @@ class Shipper:
             except Exception as error:
                 # A device that failed must not leave the other requests without their shipper.
                 logger.exception("shipping failed")
-                reason = " ".join(str(error).split())
-                self._failed(item, TransferError(f"shipping failed: {type(error).__name__}: {reason}"))
+                self._failed(item, TransferError(f"shipping failed: {type(error).__name__}: {reason_of(error)}"))
 
     def _do(self, item: Item) -> None:
         if isinstance(item, Asked):
