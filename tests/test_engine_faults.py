@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdtx.engine import KVProducer
+from pdtx.engine import InboundRequest, KVProducer
 from pdtx.engine.shipping import Item
 from pdtx.engine.states import OutboundState
 from pdtx.errors import PdtxError, PeerLost, ProtocolError
@@ -49,10 +49,25 @@ def test_a_peers_words_are_printed_as_one_short_line() -> None:
         wait_until(lambda: bool(both.consumer.core.requests), "the request")
         session = next(iter(both.consumer.core.sessions.values()))
         words = "\x1b[2J" + "x" * 100_000
-        both.consumer._send(session, Failure(request_id="r", phase="\x1b[31m", reason=words))
+        both.consumer.core.effects.send(session.peer, Failure(request_id="r", phase="\x1b[31m", reason=words))
         assert poll(both.producer.poll) == [request]
         assert str(request.error).isprintable()
         assert len(str(request.error)) < 3000
+
+
+def test_a_device_that_fails_while_it_verifies_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: InboundRequest) -> None:
+        raise RuntimeError("device-side assert\nwith many lines")
+
+    with Callers() as both:
+        monkeypatch.setattr(both.consumer, "verify", broken)
+        both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        request = both.begin()
+        both.compute(request)
+        both.producer.computed(request)
+        reason = "verification failed: RuntimeError: device-side assert with many lines"
+        assert str(both.arrived().error) == reason
+        assert reason in str(both.ended().error)
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -96,7 +111,7 @@ def test_a_request_is_not_finished_before_it_was_delivered(granted: bool) -> Non
         if granted:
             both.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
             wait_until(lambda: bool(request.grant), "the grant")
-        both.consumer._send(session, FINISHED)
+        both.consumer.core.effects.send(session.peer, FINISHED)
         assert poll(both.producer.poll) == [request]
         assert "finished request r before all of it was delivered" in str(request.error)
         wait_until(lambda: not both.consumer.core.requests, "the end at the consumer")
@@ -124,7 +139,7 @@ def test_a_consumer_cannot_pile_up_reads_of_a_producers_cache() -> None:
         (session,) = both.consumer.core.sessions.values()
         ask = ReadReference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1)
         for _ in range(100):
-            both.consumer._send(session, ask)
+            both.consumer.core.effects.send(session.peer, ask)
         wait_until(lambda: bool(request.error), "the end of the request")
         assert "at most 8 of a request" in str(request.error)
         assert entered.wait(PATIENCE_S)
@@ -216,6 +231,6 @@ def test_a_failure_of_an_earlier_request_of_that_name_ends_both_sides(kind: str)
             if kind == "failure"
             else Refuse(request_id="r", reason="in use")
         )
-        both.consumer._send(session, stale)
+        both.consumer.core.effects.send(session.peer, stale)
         assert poll(both.producer.poll) == [request]
         wait_until(lambda: not both.consumer.core.requests, "the end at the consumer")

@@ -413,7 +413,7 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
 
     with Pair() as pair:
 
-        def interrupted(request_id: str, encoded: bytes) -> None:
+        def interrupted(request: OutboundRequest) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

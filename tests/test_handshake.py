@@ -108,6 +108,14 @@ def test_incompatible_peers_are_told_the_field_and_both_values(field: str) -> No
         pair.finish(pair.next_ready())
 
 
+def test_a_peers_name_of_its_model_is_printed_as_one_short_line() -> None:
+    words = msgspec.structs.replace(describe(make_cache()), model="\x1b[2J\n" + "x" * 100_000, fingerprint="other")
+    with pytest.raises(IncompatiblePeer, match=r"the models are .*x and a model") as caught:
+        check_compatible(words, describe(make_cache()))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
 def test_movers_must_agree() -> None:
     with Pair() as pair:
         producer = make_producer(pair.source, "tcp")
@@ -258,6 +266,15 @@ def test_an_impossible_cache_is_rejected_and_the_consumer_serves_on(what: str) -
             assert isinstance(rogue.answer, Reject), rogue.answer
         ship(pair.producer, begin(pair.producer, 20))
         pair.finish(pair.next_ready())
+
+
+def test_the_words_of_who_is_refused_are_logged_as_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    words = msgspec.structs.replace(describe(make_cache()), model="\x1b[2J\n" + "x" * 100_000, fingerprint="other")
+    with Pair() as pair, Rogue(pair.address, words) as rogue:
+        assert isinstance(rogue.answer, Reject), rogue.answer
+    (text,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("refused rogue")]
+    assert text.isprintable()
+    assert len(text) < 2000
 
 
 class Rogue:

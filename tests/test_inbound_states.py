@@ -73,7 +73,7 @@ class World:
         if isinstance(message, Grant):
             request = self.core.requests[peer, message.request_id]
             session = request.session
-            assert self.core.sessions.get(session.session_id) is session, "granted to a dead session"
+            assert self.core.sessions.get(peer) is session, "granted to a dead session"
             assert request.error is None
             mine = {block for group in message.groups for block in group.block_ids}
             written = {

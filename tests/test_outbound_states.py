@@ -92,9 +92,9 @@ class World:
             case LayerDone():
                 assert message.request_id in self.core.requests
 
-    def ask(self, request_id: str, encoded: bytes) -> None:
+    def ask(self, request: OutboundRequest) -> None:
         assert self.session_alive, "a request was asked for in a dead session"
-        self.asked_in[request_id] = self.epoch
+        self.asked_in[request.request_id] = self.epoch
 
     def ship(self, item: Item) -> None:
         self.items.append(item)

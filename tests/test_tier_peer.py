@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from pdtx.cache import KVCaches, PagedBuffer
-from pdtx.engine import PeerTier, TierServer, describe_cache, peer_tier
+from pdtx.engine import PeerTier, TierServer, describe_cache, peer_tier, tier_server
 from pdtx.engine.control_channel import ControlChannel
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerError, TierError, TransferRefused
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan import Runs
 from pdtx.plan.runs import Int64s
+from pdtx.protocol import Failure, Reject
 from pdtx.sidechannel import Dialer, Security, generate_keys, load_public, load_secret
 from pdtx.testing.pair import Leaks
 from pdtx.tiers import PrefixKeys, Side, prefix_keys
@@ -402,6 +403,24 @@ def test_who_does_not_match_is_refused_by_field(changes: dict[str, Any], words: 
         wanted = prefix_keys(list(range(TOKENS)), changes.get("block_tokens", BLOCK), FINGERPRINT)
         with pytest.raises(IncompatiblePeer, match=words):
             one.peer.lookup(wanted, [PLACES[:1]] * 3)
+
+
+def test_a_peers_words_are_printed_as_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, words = caches("flashinfer_hnd", 32), "\x1b[2J\n" + "x" * 100_000
+    with served(into=here) as one:
+        fail = lambda session, ask: one.server._send(  # noqa: E731
+            session.peer, Failure(request_id=ask.request_id, phase="\x1b[31m", reason=words)
+        )
+        monkeypatch.setattr(one.server, "_on_lookup", fail)
+        with pytest.raises(TierError, match="failed in") as failed:
+            one.peer.lookup(keys(), asked(here))
+    reject = Reject(field=words, producer=words, consumer=words, advice=words)
+    monkeypatch.setattr(tier_server, "make_reject", lambda error: reject)
+    with served(into=here, fingerprint="another") as one, pytest.raises(IncompatiblePeer) as refused:
+        one.peer.lookup(keys(), asked(here))
+    for error in (failed.value, refused.value):
+        assert str(error).isprintable()
+        assert len(str(error)) < 5000
 
 
 def test_keys_are_needed_where_they_are_asked_for(tmp_path: Path) -> None:

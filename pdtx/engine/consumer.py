@@ -42,6 +42,7 @@ from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, DataEndpoint, Finished, Hello, Message
 from pdtx.sidechannel import Listener, Security
+from pdtx.text import reason_of
 from pdtx.tiers import Moved
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
 from pdtx.transports import Mover, TransferKey
@@ -100,7 +101,7 @@ class KVConsumer:
             scrubs=verify,
         )
         self.registration = CacheRegistration()
-        self._verifier = Verifier(cache, self.pool, self._send)
+        self._verifier = Verifier(cache, self.pool, effects.send)
         self._verifiers = ThreadPoolExecutor(_VERIFIERS, "pdtx-verifier") if blocks is not None and verify else None
         self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
@@ -270,7 +271,7 @@ class KVConsumer:
             error = found
         except Exception as found:  # whatever it is, the caller must learn of it
             logger.exception("request %s could not be verified", request.request_id)
-            error = TransferError(f"verification failed: {type(found).__name__}: {found}")
+            error = TransferError(f"verification failed: {type(found).__name__}: {reason_of(found)}")
         self.control.post(self.core.deliver, request, error)
 
     # -- tiers --------------------------------------------------------------------------------------------------------
@@ -312,10 +313,6 @@ class KVConsumer:
 
     # -- on the side channel's thread ---------------------------------------------------------------------------------
 
-    def _send(self, session: Session, message: Message) -> None:
-        if self._listener is not None:
-            self._listener.send(session.peer, message)
-
     def _on_lost(self, peer: bytes, reason: str) -> None:
         self._inboxes.pop(peer, None)
         self.control.post(self.core.on_lost, peer, reason)
@@ -342,7 +339,7 @@ class KVConsumer:
         try:
             self.core.on_hello(peer, hello, self._welcome)
         except ProtocolError as error:
-            logger.warning("refused %s: %s", hello.engine_id, error)
+            logger.warning("refused %s: %s", hello.engine_id, reason_of(error))
             listener.send(peer, make_reject(error))
 
     def _welcome(self, session: Session) -> Message:

@@ -4,9 +4,10 @@ import queue
 import time
 from collections.abc import Callable
 
-from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost
-from pdtx.protocol import Hello, Message, TierHello, TierWelcome, Welcome
+from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerLost
+from pdtx.protocol import Hello, Message, Reject, TierHello, TierWelcome, Welcome
 from pdtx.sidechannel import Dialer, Security
+from pdtx.text import reason_of
 
 
 class ControlChannel:
@@ -67,9 +68,13 @@ class ControlChannel:
         self._dialer = dialer
         return dialer
 
-    def answer(self, answer: Welcome | TierWelcome | PdtxError) -> None:
+    def answer(self, answer: Welcome | TierWelcome | Reject) -> None:
         """Take what the consumer says to a hello."""
-        self._answer.put(answer)
+        if isinstance(answer, Reject):
+            texts = answer.field, answer.producer, answer.consumer, answer.advice
+            self._answer.put(IncompatiblePeer(*(reason_of(text) if text else text for text in texts)))
+        else:
+            self._answer.put(answer)
 
     def send(self, message: Message | bytes) -> None:
         """Send a message, see Dialer; without a channel it goes nowhere. Raises ProtocolError."""

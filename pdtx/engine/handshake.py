@@ -9,6 +9,7 @@ from pdtx.engine.inbound import Session
 from pdtx.engine.matching import Match, match_caches
 from pdtx.errors import IncompatiblePeer, PdtxError
 from pdtx.protocol import PROTOCOL_VERSION, CacheDescription, DataEndpoint, Hello, Reject, Welcome
+from pdtx.text import reason_of
 
 # -- the producer ------------------------------------------------------------------------------------------------------
 
@@ -48,9 +49,9 @@ def check_hello(hello: Hello) -> None:
     _require_version(hello.protocol, PROTOCOL_VERSION)
 
 
-def new_session(peer: bytes, hello: Hello, match: Match) -> Session:
-    """Return a new session for a producer. match: of its cache, see match_caches and facts_of."""
-    return Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), match)
+def new_session(peer: bytes, engine_id: str, match: Match) -> Session:
+    """Return a new session for a peer. match: of both caches, see match_caches and facts_of."""
+    return Session(uuid.uuid4().hex, peer, engine_id, secrets.token_bytes(32), match)
 
 
 def make_welcome(
@@ -75,7 +76,7 @@ def make_reject(error: PdtxError) -> Reject:
     """Return the answer to a producer that gets no session."""
     if isinstance(error, IncompatiblePeer):
         return Reject(field=error.field, producer=error.producer, consumer=error.consumer, advice=error.advice)
-    return Reject(field="cache", producer=str(error)[:1000], consumer="a possible cache")
+    return Reject(field="cache", producer=reason_of(error), consumer="a possible cache")
 
 
 def _require_version(producer: int, consumer: int) -> None:

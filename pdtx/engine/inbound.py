@@ -17,7 +17,7 @@ from pdtx.tiers.prefix import Fetched
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One producer: its side-channel address, data token, and how its cache matches this one."""
+    """One peer, a producer or who reads a tier: its side-channel address, data token, and how the caches match."""
 
     session_id: str
     peer: bytes = field(repr=False)
@@ -43,8 +43,9 @@ class GroupNeed:
 class Expectation(Owned):
     """A request that the caller has given block tables for. Changed by the consumer's control thread alone.
 
-    cached_tokens: of its beginning, that are in the blocks already. clean: its other blocks are full of poison, where
-    that is asked for, so that they can be granted. error: why it is expected no more.
+    cached_tokens: of its beginning, that are in the blocks already. needs: for each group, see needs_of_tables().
+    clean: its other blocks are full of poison, where that is asked for, so that they can be granted. error: why it is
+    expected no more.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Expectation(Owned):
     blocks: CallerTables
     cached_tokens: int
     deadline: float
+    needs: tuple[GroupNeed, ...] = ()
     begun: float = field(default_factory=time.monotonic)
     clean: bool = False
     error: PdtxError | None = None

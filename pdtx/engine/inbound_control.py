@@ -13,7 +13,7 @@ from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.describe import CacheFacts
 from pdtx.engine.expectations import Expectations
 from pdtx.engine.granting import GrantQueue, blocks_to_poison, granted_blocks, needs_of, needs_of_tables
-from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
+from pdtx.engine.inbound import Arrived, Expectation, GroupNeed, InboundRequest, Session
 from pdtx.engine.inbound_sessions import SessionTable
 from pdtx.engine.landing import Landing
 from pdtx.engine.receiving import PayloadReceiver
@@ -108,8 +108,8 @@ class InboundControl:
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     @property
-    def sessions(self) -> dict[str, Session]:
-        """The sessions, by their ids."""
+    def sessions(self) -> dict[bytes, Session]:
+        """The sessions, by their producers' side-channel addresses."""
         return self._table.sessions
 
     def on_hello(self, peer: bytes, hello: Hello, welcome: Callable[[Session], Message]) -> None:
@@ -124,13 +124,15 @@ class InboundControl:
 
         What has all arrived does not need it and goes on.
         """
-        for session in self._table.drop(peer):
+        session = self._table.drop(peer)
+        if session is not None:
             lost = PeerLost(f"{session.engine_id} opened another session")
             self.end_where(lambda request: request.session.peer == peer and not _arrived(request), lost)
 
     def on_lost(self, peer: bytes, reason: str) -> None:
         """A producer's control channel has ended, and with it all its requests."""
-        for session in self._table.drop(peer):
+        session = self._table.drop(peer)
+        if session is not None:
             lost = PeerLost(f"lost {session.engine_id}: {reason}")
             self.end_where(lambda request: request.session.peer == peer, lost)
 
@@ -157,8 +159,7 @@ class InboundControl:
         if problem is not None:
             self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=problem))
             return
-        matches = session.match.buffers
-        arrivals = Arrivals(matches, [needs[match.group].positions for match in matches])  # unless tiers have some
+        arrivals = self._arrivals(session, needs, 0)  # unless tiers have some
         deadline = time.monotonic() + min(ask.deadline_s, self._max_deadline_s)
         request = InboundRequest(session, ask, needs, Landing(arrivals), deadline, owner=self.owner)
         self.requests[session.peer, ask.request_id] = request
@@ -222,12 +223,9 @@ class InboundControl:
     def _grant(self, request: InboundRequest, fetched: Fetched) -> None:
         """Tell the producer which blocks to write, and what of the prompt it need not send."""
         request.fetched = fetched
-        matches, groups = request.session.match.buffers, self.cache.groups
-        positions = [
-            groups[match.group].uncached(request.needs[match.group].positions, fetched.num_tokens) for match in matches
-        ]
-        tables = tuple(request.granted(group) for group in range(len(groups)))
-        request.landing.open(Arrivals(matches, positions), tables, request.deadline)
+        fewer = self._arrivals(request.session, request.needs, fetched.num_tokens) if fetched.num_tokens else None
+        tables = tuple(request.granted(group) for group in range(len(self.cache.groups)))
+        request.landing.open(tables, request.deadline, fewer)
         self.receiver.grant(request.session.session_id, request.request_id, request.landing)
         request.go(InboundState.RECEIVING)
         grant = Grant(
@@ -237,6 +235,12 @@ class InboundControl:
             cached_tokens=fetched.num_tokens,
         )
         self.effects.send(request.session.peer, grant)
+
+    def _arrivals(self, session: Session, needs: Sequence[GroupNeed], cached_tokens: int) -> Arrivals:
+        """Return what must arrive of a request whose first cached_tokens are here."""
+        matches, groups = session.match.buffers, self.cache.groups
+        positions = [groups[match.group].uncached(needs[match.group].positions, cached_tokens) for match in matches]
+        return Arrivals(matches, positions)
 
     def take(self, request: InboundRequest) -> bool:
         """Hold a ready request's blocks for the decoder; False if it has ended meanwhile."""
@@ -402,7 +406,7 @@ class InboundControl:
         name = expected.request_id
         if any(request.request_id == name and request.expected for request in self.requests.values()):
             raise InputError(f"request id {name!r} is in use")
-        needs_of_tables(self.cache.groups, expected)
+        expected.needs = needs_of_tables(self.cache.groups, expected)
 
     def abandon(self, expected: Expectation) -> None:
         """Expect a request no more, if it is expected at all: whoever wanted that was interrupted."""
@@ -429,7 +433,7 @@ class InboundControl:
             text = f"the prompt has {request.num_tokens} tokens, and {expected.num_tokens} are expected here"
             self.end(request, TransferError(text))
             return
-        request.needs = needs_of_tables(self.cache.groups, expected)
+        request.needs = expected.needs
         request.go(InboundState.LOADING)
         self._grant(request, Fetched(num_tokens=expected.cached_tokens))
 
@@ -443,7 +447,7 @@ class InboundControl:
 
     def on_payload_failed(self, session_id: str, request_id: str, landing: Landing, error: PdtxError) -> None:
         """A payload has not arrived."""
-        session = self.sessions.get(session_id)
+        session = self._table.of_id(session_id)
         request = self.requests.get((session.peer, request_id)) if session is not None else None
         if request is not None and request.landing is landing:
             self.fail(request, error)
@@ -457,7 +461,7 @@ class InboundControl:
 
     def on_message(self, peer: bytes, message: Message) -> None:
         """A message that is no hello."""
-        session = self._table.of_peer(peer)
+        session = self.sessions.get(peer)
         if session is None:
             logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
             # It may have been given up as silent while it was only slow, and take itself for connected.

@@ -18,20 +18,20 @@ _MAX_MATCHES = 16
 
 
 class SessionTable:
-    """The sessions by their ids. Changed by the consumer's control thread alone.
+    """The sessions by their producers, each of which has one at most. Changed by the consumer's control thread alone.
 
     facts: of the consumer's cache. receiver: is told which data connections to admit.
     """
 
     def __init__(self, facts: CacheFacts, receiver: PayloadReceiver) -> None:
         self._facts, self._receiver = facts, receiver
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[bytes, Session] = {}  # by side-channel address, which every message comes with
         self._matches: dict[bytes, Match] = {}
 
     def make(self, peer: bytes, hello: Hello) -> Session:
         """Return a session for a producer. Raises IncompatiblePeer or ProtocolError."""
         check_hello(hello)
-        return new_session(peer, hello, self._match(hello.cache))
+        return new_session(peer, hello.engine_id, self._match(hello.cache))
 
     def _match(self, description: CacheDescription) -> Match:
         key = msgspec.msgpack.encode(description)
@@ -44,20 +44,19 @@ class SessionTable:
         return found
 
     def add(self, session: Session) -> None:
-        """Admit a session's data connections from now on."""
+        """Admit a session's data connections from now on. The one that its producer had before has been dropped."""
         if session.match.not_sent:
             logger.warning("%s has %s, not sent here", session.engine_id, session.match.not_sent_text)
-        self.sessions[session.session_id] = session
+        self.sessions[session.peer] = session
         self._receiver.add_session(session.session_id, session.token)
 
-    def of_peer(self, peer: bytes) -> Session | None:
-        """Return a producer's session, if it has one."""
-        return next((session for session in self.sessions.values() if session.peer == peer), None)
+    def of_id(self, session_id: str) -> Session | None:
+        """Return a session by its id, if it has not ended."""
+        return next((session for session in self.sessions.values() if session.session_id == session_id), None)
 
-    def drop(self, peer: bytes) -> list[Session]:
-        """Admit nothing of a producer any more; return the sessions that it had."""
-        gone = [session for session in self.sessions.values() if session.peer == peer]
-        for session in gone:
-            del self.sessions[session.session_id]
+    def drop(self, peer: bytes) -> Session | None:
+        """Admit nothing of a producer any more; return the session that it had, if any."""
+        session = self.sessions.pop(peer, None)
+        if session is not None:
             self._receiver.drop_session(session.session_id)
-        return gone
+        return session

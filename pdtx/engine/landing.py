@@ -30,10 +30,11 @@ class Landing:
 
     # -- the control thread -------------------------------------------------------------------------------------------
 
-    def open(self, arrivals: Arrivals, tables: tuple[Int64s, ...], deadline: float) -> None:
-        """Let payloads in, until deadline in time.monotonic(). arrivals: what is expected now."""
+    def open(self, tables: tuple[Int64s, ...], deadline: float, fewer: Arrivals | None) -> None:
+        """Let payloads in, until deadline in time.monotonic(). fewer: what is expected now, where that has changed."""
         with self._lock:
-            self._arrivals, self.tables, self.deadline, self._open = arrivals, tables, deadline, True
+            self._arrivals = fewer or self._arrivals
+            self.tables, self.deadline, self._open = tables, deadline, True
 
     def close(self, on_idle: Callable[[], None]) -> bool:
         """Let nothing more in. Return whether nothing is being written; else on_idle is called once that is so."""

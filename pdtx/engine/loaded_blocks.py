@@ -78,10 +78,10 @@ def _compare_group(cache: KVCaches, request: InboundRequest, group: int, places:
     meant = [content for content in fetched.contents[group] if content]
     here = hash_contents(Side(cache, request.tables), fetched.block_tokens, group, places)
     elements = [_elements(buffer, fetched.block_tokens) for buffer in buffers]
-    compared, positions = 0, request.needs[group].positions
-    for buffer in buffers:
-        others = unchecked_positions(request, group, positions)
-        compared += _elements(buffer, len(positions)) - sum(_elements(buffer, len(span)) for span in others)
+    positions = request.needs[group].positions
+    others = unchecked_positions(request, group, positions)
+    covered = len(positions) - sum(map(len, others))
+    compared = sum(_elements(buffer, covered) for buffer in buffers)
     wrong, first = 0, None
     bad = np.zeros(len(places), bool)
     for at, (right, content) in enumerate(zip(meant, here, strict=True)):

@@ -15,6 +15,7 @@ from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import CacheDescription, GroupDescription
+from pdtx.text import printable
 from pdtx.transports.base import TransferKey
 from pdtx.units import ceil_div
 
@@ -23,6 +24,9 @@ _LOCAL = ("block_size", "page_size_padded", "alignment")
 
 _MOST_NAMED = 8
 """Layers that one message says to be left out."""
+
+_MAX_MODEL = 200
+"""Characters of a model's name in a message."""
 
 _ADVICE = {"dtype": "give both sides the same --dtype; caches are shipped as they are, never converted"}
 
@@ -177,7 +181,7 @@ def match_caches(producer: CacheFacts, consumer: CacheFacts) -> Match:
         _check_layers(ours, other)
     mine, peers = producer.description, consumer.description
     if mine.fingerprint != peers.fingerprint:
-        advice = f"the models are {mine.model} and {peers.model}"
+        advice = "the models are {} and {}".format(*(printable(each.model[:_MAX_MODEL]) for each in (mine, peers)))
         raise IncompatiblePeer("fingerprint", mine.fingerprint, peers.fingerprint, advice)
     tp_sizes = producer.tp_size, consumer.tp_size
     found = tuple(

@@ -16,6 +16,7 @@ from pdtx.engine.route import Route
 from pdtx.errors import InputError, PdtxError, PeerLost, ProtocolError, TransferError
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import Welcome
+from pdtx.text import reason_of
 from pdtx.transports import Connection, Mover
 from pdtx.transports.base import PathKind
 
@@ -79,7 +80,7 @@ class SessionOpener:
                 found = error
             except Exception as error:  # whatever it is, those who wait for the session must learn of it
                 logger.exception("a new session could not be opened")
-                found = TransferError(f"a new session could not be opened: {type(error).__name__}: {error}")
+                found = TransferError(f"a new session could not be opened: {type(error).__name__}: {reason_of(error)}")
             done(found)
 
         try:

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from pdtx.cache import CacheGroup, GroupBlocks
+from pdtx.cache import GroupBlocks
 from pdtx.engine.control_thread import ControlThread, Owned
 from pdtx.engine.matching import BufferMatch
 from pdtx.engine.picking import Picks
@@ -40,8 +40,8 @@ class OutboundRequest(Owned):
     """One request on its way out. Changed by the producer's control thread alone; anybody may read it.
 
     token_ids: of the prompt; empty where the caller has named their number only.
-    blocks: None until they are taken. tables: a block table for each of the producer's groups, int64, on the cache's
-    device, 0 where there is no block.
+    blocks: None until they are taken. sources: a block table for each of the producer's groups, 0 where there is no
+    block. device: the cache's.
     deadline: time.monotonic() by which the consumer must have finished it.
     error: why it failed, finished: how it ended well; one of them is set once it has an outcome.
     """
@@ -52,10 +52,10 @@ class OutboundRequest(Owned):
     token_ids: Sequence[int] = ()
     max_tokens: int = 0
     ignore_eos: bool = False
+    device: torch.device = field(default=torch.device("cpu"), repr=False)
     encoded_ask: bytes = field(default=b"", repr=False)  # until it has been sent
     blocks: GroupBlocks | None = None
-    tables: tuple[torch.Tensor, ...] = ()
-    sources: tuple[Int64s, ...] = ()  # the tables, for plans
+    sources: tuple[Int64s, ...] = ()
     destinations: tuple[Int64s, ...] = ()  # the granted tables, for each of the consumer's groups
     begun: float = field(default_factory=time.monotonic)
     computed: float = float("nan")
@@ -76,6 +76,14 @@ class OutboundRequest(Owned):
     state: OutboundState = OutboundState.NEW
     returned: bool = False  # whether its blocks were given back
     owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """The block tables, int64, on the cache's device.
+
+        Copied there anew, by who asks: that may have to wait for all that the device does, as no event may.
+        """
+        return tuple(torch.tensor(table, device=self.device) for table in self.sources)
 
     @property
     def own_blocks(self) -> GroupBlocks:
@@ -146,11 +154,6 @@ class Piece:
     layers: range
     positions: range
     fence: Callable[[], None]
-
-    def uncached(self, group: CacheGroup, cached_tokens: int) -> "Piece | None":
-        """Return the part that a consumer lacks that has the first cached_tokens, if any. group: the producer's."""
-        positions = group.uncached(self.positions, cached_tokens)
-        return replace(self, positions=positions) if positions else None
 
     @property
     def key(self) -> TransferKey:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from pdtx.cache import AllocatingBlockPool, BlockTables, CallerBlocks, CallerTables, GroupBlocks, KVCaches
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
@@ -54,8 +53,8 @@ class OutboundEffects(Protocol):
     def send(self, message: Message) -> None:
         """Send the consumer a message. Raises ProtocolError for one that cannot be sent."""
 
-    def ask(self, request_id: str, encoded: bytes) -> None:
-        """Send the consumer a TransferRequest, which is encoded already."""
+    def ask(self, request: OutboundRequest) -> None:
+        """Send the consumer a request's TransferRequest, which is encoded already."""
 
     def ship(self, item: Piece | Asked | Probe) -> None:
         """Plan a piece and hand it to the transport, read reference data, or look whether a connection is alive."""
@@ -168,10 +167,8 @@ class OutboundControl:
         self._check_new(request)
         if isinstance(self.pool, CallerBlocks):
             raise InputError("blocks are the caller's here; give tables, one for each group")
-        request.blocks = self.pool.allocate([len(place) for place in places])
-        self._set_tables(request, request.blocks.tables(places))
-        self.requests[request.request_id] = request
-        self.advance()
+        blocks = self.pool.allocate([len(place) for place in places])
+        self._begin(request, blocks, blocks.tables(places))
 
     def begin_in(self, request: OutboundRequest, blocks: CallerTables) -> None:
         """Begin a request in blocks of the caller's, which are given back where it cannot be. Raises as begin()."""
@@ -180,8 +177,10 @@ class OutboundControl:
         except PdtxError:
             self.pool.free(blocks)
             raise
-        request.blocks = blocks
-        self._set_tables(request, tuple(own.ids for own in blocks.groups))
+        self._begin(request, blocks, tuple(own.ids for own in blocks.groups))
+
+    def _begin(self, request: OutboundRequest, blocks: GroupBlocks, sources: tuple[Int64s, ...]) -> None:
+        request.blocks, request.sources = blocks, sources
         self.requests[request.request_id] = request
         self.advance()
 
@@ -191,14 +190,10 @@ class OutboundControl:
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use")
 
-    def _set_tables(self, request: OutboundRequest, tables: tuple[Int64s, ...]) -> None:
-        request.sources = tables
-        request.tables = tuple(torch.tensor(table, device=self.cache.device) for table in tables)
-
     def _ask(self, request: OutboundRequest) -> None:
         request.go(OutboundState.ASKED)
-        ask, request.encoded_ask = request.encoded_ask, b""
-        self.effects.ask(request.request_id, ask)
+        self.effects.ask(request)
+        request.encoded_ask = b""
 
     def on_grant(self, request: OutboundRequest, grant: Grant) -> None:
         """Ship what waits for the grant. Which blocks it names is checked by the plan, as everything is."""
@@ -240,15 +235,13 @@ class OutboundControl:
         if match is None or ours is None or request.grant is None:
             return
         group = self.cache.groups[match.producer_group]
-        positions = group.ready(request.num_tokens, ready.start, ready.stop)
+        computed = group.ready(request.num_tokens, ready.start, ready.stop)
+        positions = group.uncached(computed, request.grant.cached_tokens)
         if not positions:
             return
         for move in match.moves:
-            piece = Piece(request, route, match, move, range(ours, ours + 1), positions, ready.fence)
-            lacking = piece.uncached(group, request.grant.cached_tokens)
-            if lacking is not None:
-                request.unsent += 1
-                self.effects.ship(lacking)
+            request.unsent += 1
+            self.effects.ship(Piece(request, route, match, move, range(ours, ours + 1), positions, ready.fence))
 
     def computed(self, request: OutboundRequest, first_token: int | None) -> None:
         """All of a request is ready; first_token: the first new one, where it is known."""
@@ -265,7 +258,7 @@ class OutboundControl:
             raise InputError("the blocks of a producer with a pool of its own do not grow")
         if not request.has_outcome:
             request.blocks = blocks = self.pool.extend(request.own_blocks, tables)
-            self._set_tables(request, tuple(own.ids for own in blocks.groups))
+            request.sources = tuple(own.ids for own in blocks.groups)
 
     def end(self, request: OutboundRequest, error: PdtxError | None, *, tell: bool = True) -> None:
         """End a request: error says why it failed; None where `finished` has been set. Its blocks follow.

@@ -44,6 +44,7 @@ from pdtx.protocol import (
     TierWelcome,
 )
 from pdtx.sidechannel import Security
+from pdtx.text import reason_of
 from pdtx.tiers import HASH_BYTES, Fence, GroupUsage, Moved, PrefixKeys, Side, Tier, TierUsage
 from pdtx.tiers.geometry import block_nbytes
 from pdtx.transports import Mover, TransferHandle
@@ -145,18 +146,13 @@ class PeerTier(Tier):
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case TierWelcome():
+            case TierWelcome() | Reject():
                 self._channel.answer(message)
-            case Reject():
-                self._channel.answer(
-                    IncompatiblePeer(message.field, message.producer, message.consumer, message.advice)
-                )
             case TierFound():
                 self._answer(message.request_id, message)
             case Failure():
-                self._answer(
-                    message.request_id, TierError(f"{self.address} failed in {message.phase}: {message.reason}")
-                )
+                text = f"{self.address} failed in {reason_of(message.phase)}: {reason_of(message.reason)}"
+                self._answer(message.request_id, TierError(text))
             case _:
                 logger.warning("ignored a %s from %s", type(message).__name__, self.address)
 

@@ -50,5 +50,5 @@ class Picks:
     @property
     def reason(self) -> str:
         """Why the first piece of each mode was picked to move so."""
-        reasons = list(self.reasons.items())  # at once, for the shipper may add one
+        reasons = list(self.reasons.items())  # at once, for the control thread may add one
         return "; ".join(f"{mode}: {reason}" for mode, reason in reasons)

@@ -17,7 +17,6 @@ from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
 from pdtx.errors import (
     DeadlineExceeded,
-    IncompatiblePeer,
     InputError,
     PdtxError,
     PeerLost,
@@ -27,7 +26,6 @@ from pdtx.errors import (
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome, encode
 from pdtx.sidechannel import Security
-from pdtx.text import reason_of
 from pdtx.transports import Mover, Path, TransferHandle
 from pdtx.transports.base import PathKind
 
@@ -159,6 +157,7 @@ class KVProducer:
             token_ids=token_ids,
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
+            device=self.cache.device,
         )
         request.encode_ask()  # before blocks are taken, which nobody would give back if it raised
         if isinstance(self.pool, CallerBlocks):
@@ -292,11 +291,8 @@ class KVProducer:
         if channel is None:
             return
         match message:
-            case Welcome():
+            case Welcome() | Reject():
                 channel.answer(message)
-            case Reject():
-                told = message.field, message.producer, message.consumer, message.advice
-                channel.answer(IncompatiblePeer(*(reason_of(each) if each else each for each in told)))
             case _ if self._inbox.take():
                 self.control.post(self._handle, message)
             case _:
@@ -324,13 +320,15 @@ class _Effects:
 
     def send(self, message: Message) -> None:
         """See OutboundEffects."""
+        self._send(message)
+
+    def _send(self, message: Message | bytes) -> None:
         if self._of._channel is not None:
             self._of._channel.send(message)
 
-    def ask(self, request_id: str, encoded: bytes) -> None:
+    def ask(self, request: OutboundRequest) -> None:
         """See OutboundEffects."""
-        if self._of._channel is not None:
-            self._of._channel.send(encoded)
+        self._send(request.encoded_ask)
 
     def ship(self, item: Item) -> None:
         """See OutboundEffects."""
@@ -381,8 +379,8 @@ class _Effects:
                 error = failure
         # In this order: the blocks are not read any more, and the answer may end the request at once.
         self._of.control.post(self._of.core.on_read, asked, error)
-        if error is None and self._of._channel is not None:
-            self._of._channel.send(data)
+        if error is None:
+            self._send(data)
 
     def on_probed(self, route: Route, error: PdtxError | None) -> None:
         """See ShippingEvents."""

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from pdtx.cache import KVCaches
 from pdtx.engine.outbound import OutboundRequest, Piece
 from pdtx.engine.registering import regions_of
@@ -14,6 +16,7 @@ from pdtx.engine.route import Route
 from pdtx.errors import PdtxError, ProtocolError, TransferError
 from pdtx.plan import Choice, Mode, PlanCache
 from pdtx.protocol import ReadReference, Reference
+from pdtx.text import reason_of
 from pdtx.transports import TransferHandle
 
 logger = logging.getLogger(__name__)
@@ -97,8 +100,7 @@ class Shipper:
             except Exception as error:
                 # A device that failed must not leave the other requests without their shipper.
                 logger.exception("shipping failed")
-                reason = " ".join(str(error).split())
-                self._failed(item, TransferError(f"shipping failed: {type(error).__name__}: {reason}"))
+                self._failed(item, TransferError(f"shipping failed: {type(error).__name__}: {reason_of(error)}"))
 
     def _do(self, item: Item) -> None:
         if isinstance(item, Asked):
@@ -151,7 +153,7 @@ class Shipper:
                 "are beyond the request"
             )
         buffer = self._cache.buffers[match.producer_index]
-        table = request.tables[match.producer_group]
+        table = torch.tensor(request.sources[match.producer_group], device=buffer.device)
         rows = buffer.canonical(match.layers[ask.layer], table, ask.token_start, ask.token_stop)
         return Reference(
             request_id=ask.request_id,

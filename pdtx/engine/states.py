@@ -57,7 +57,5 @@ def check_transition(
     request_id: str, before: OutboundState | InboundState, after: OutboundState | InboundState
 ) -> None:
     """Raise IllegalTransition unless a request may go from before to after."""
-    table: Mapping[OutboundState | InboundState, frozenset[OutboundState | InboundState]]
-    table = OUTBOUND if isinstance(before, OutboundState) else INBOUND  # type: ignore[assignment]
-    if after not in table[before]:
+    if after not in (OUTBOUND[before] if isinstance(before, OutboundState) else INBOUND[before]):
         raise IllegalTransition(f"request {request_id} cannot go from {before.name} to {after.name}")

@@ -1,19 +1,19 @@
 """A node's tier in host memory, served to other nodes: they look blocks up, and read them while they are pinned."""
 
 import logging
-import secrets
 import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from pdtx import __version__
 from pdtx.address import join_address, parse_address
 from pdtx.engine.describe import facts_of
-from pdtx.engine.handshake import make_reject
+from pdtx.engine.handshake import make_reject, new_session
+from pdtx.engine.inbound import Session
 from pdtx.engine.matching import BufferMatch, Match, match_caches
 from pdtx.engine.registering import regions_of, register_cache
 from pdtx.errors import AuthenticationFailed, IncompatiblePeer, PdtxError, ProtocolError, TransferRefused
@@ -34,6 +34,7 @@ from pdtx.protocol import (
     TierWelcome,
 )
 from pdtx.sidechannel import Listener, Security
+from pdtx.text import reason_of
 from pdtx.tiers import PrefixKeys
 from pdtx.tiers.cpu import CpuTier
 from pdtx.tiers.shelved import ShelfLease
@@ -51,17 +52,6 @@ _MOST_SHARE = 0.5
 _LOOK_S = 0.25
 
 
-@dataclass(frozen=True)
-class _Session:
-    """A node that reads: its side-channel address, data token, and how the tier matches its cache."""
-
-    session_id: str
-    peer: bytes = field(repr=False)
-    engine_id: str
-    token: bytes = field(repr=False)
-    match: Match = field(repr=False)
-
-
 @dataclass
 class _Lent:
     """Blocks that a peer may read until deadline. readers: offers under way, with which it lasts longer.
@@ -69,7 +59,7 @@ class _Lent:
     counts: blocks of each group.
     """
 
-    session: _Session
+    session: Session
     lease: ShelfLease
     counts: tuple[int, ...]
     deadline: float
@@ -90,7 +80,7 @@ class TierServer:
         self._facts = facts_of(description, whose="this node's tier's")
         self._most_blocks = [max(1, int(_MOST_SHARE * (group.num_blocks - 1))) for group in tier.cache.groups]
         self._regions, self._plans = regions_of(tier.cache), PlanCache()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._lent: dict[tuple[str, str], _Lent] = {}  # (session id, request id)
         self._reading: dict[tuple[str, TransferKey], list[_Lent]] = {}
         self._lock = threading.RLock()
@@ -193,7 +183,7 @@ class TierServer:
         try:
             session = self._open(peer, hello)
         except ProtocolError as error:
-            logger.warning("refused %s: %s", hello.engine_id, error)
+            logger.warning("refused %s: %s", hello.engine_id, reason_of(error))
             self._send(peer, make_reject(error))
             return
         self._on_lost(peer, "it said hello again")
@@ -212,25 +202,25 @@ class TierServer:
         )
         self._send(peer, welcome)
 
-    def _open(self, peer: bytes, hello: TierHello) -> _Session:
+    def _open(self, peer: bytes, hello: TierHello) -> Session:
         """Return a session for who said hello. Raises IncompatiblePeer or ProtocolError."""
         ours, theirs = self.tier.block_tokens, hello.block_tokens
         if ours != theirs:
             advice = "give both nodes the same --kv-offloading-block-size"
             raise IncompatiblePeer("block size of the tier", str(ours), str(theirs), advice)
         match = match_caches(self._facts, facts_of(hello.cache))
-        return _Session(uuid.uuid4().hex, peer, hello.engine_id, secrets.token_bytes(32), match)
+        return new_session(peer, hello.engine_id, match)
 
-    def _on_lookup(self, session: _Session, ask: TierLookup) -> None:
+    def _on_lookup(self, session: Session, ask: TierLookup) -> None:
         try:
             found = self._look_up(session, ask)
         except PdtxError as error:
-            reason = str(error)[:1000]
-            self._send(session.peer, Failure(request_id=ask.request_id, phase="the lookup", reason=reason))
+            failure = Failure(request_id=ask.request_id, phase="the lookup", reason=reason_of(error))
+            self._send(session.peer, failure)
             return
         self._send(session.peer, found)
 
-    def _look_up(self, session: _Session, ask: TierLookup) -> TierFound:
+    def _look_up(self, session: Session, ask: TierLookup) -> TierFound:
         """Find and pin blocks; return what was found, for each of the peer's groups."""
         groups = len(session.match.consumer.groups)
         if len(ask.places) != groups:

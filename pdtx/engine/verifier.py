@@ -16,7 +16,7 @@ import torch
 from pdtx.cache import CallerBlocks, GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
 from pdtx.cache.verify import NOTHING_COMPARED, Meant, Mismatch, Naming
 from pdtx.engine.granting import kept_blocks
-from pdtx.engine.inbound import GroupNeed, InboundRequest, Session
+from pdtx.engine.inbound import GroupNeed, InboundRequest
 from pdtx.engine.loaded_blocks import compare_loaded, unchecked_positions
 from pdtx.errors import DeadlineExceeded, PdtxError, ProtocolError, VerificationError
 from pdtx.plan import NULL_BLOCK
@@ -51,7 +51,7 @@ class Verifier:
     """Compares requests that have arrived in cache with what their producers show. send: sends a producer a message."""
 
     def __init__(
-        self, cache: KVCaches, pool: GroupAllocator | CallerBlocks, send: Callable[[Session, Message], None]
+        self, cache: KVCaches, pool: GroupAllocator | CallerBlocks, send: Callable[[bytes, Message], None]
     ) -> None:
         self._cache, self._pool, self._send = cache, pool, send
 
@@ -133,7 +133,7 @@ class Verifier:
             token_start=positions.start,
             token_stop=positions.stop,
         )
-        self._send(request.session, ask)
+        self._send(request.session.peer, ask)
         left = request.deadline - time.monotonic()
         try:
             answer = request.references.get(timeout=max(left, 0.0))
