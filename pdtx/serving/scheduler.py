@@ -185,7 +185,7 @@ class PrefillScheduler:
             timeout_s=timeout_s,
             ignore_eos=self.ignore_eos,
         )
-        active = _Active(job, arrived, request, PagedSequence(self.producer.cache, request.tables))
+        active = _Active(job, arrived, request, PagedSequence(self.producer.cache, request.sources))
         self._look_up(active)
         return active
 
