@@ -1,7 +1,5 @@
 """Cancelled transfers in the middle of a queue: their bytes never cross, and what is queued behind them goes on."""
 
-import threading
-
 from pdtx.testing.contract.subject import Subject, get, offer, require_works, soon, start
 from pdtx.testing.pair import require
 from pdtx.testing.receivers import Gate, GrantingReceiver, Placed
@@ -24,12 +22,10 @@ def check_get_cancels_in_a_queue(subject: Subject) -> None:
 
 def _check(subject: Subject, *, gets: bool) -> None:
     gate, grants, asked = Gate(), GrantingReceiver(), list[TransferKey]()
-    counting = threading.Lock()
 
     def hold(key: TransferKey) -> None:
         gate.hold()
-        with counting:
-            asked.append(key)
+        asked.append(key)
 
     with subject.faulty_pair(grants, before_place=hold, before_offer=hold) as pair:
         connection = pair.connect()
@@ -44,8 +40,8 @@ def _check(subject: Subject, *, gets: bool) -> None:
                 offer(pair, scene, scene.plan())
                 handles.append(get(connection, scene, scene.plan()))
             else:
-                pair.grants.grant("session", scene.key(scene.plan()), scene.placement(scene.plan()))
                 plan = scene.plan()
+                pair.grants.grant("session", scene.key(plan), scene.placement(plan))
                 handles.append(connection.put(scene.key(plan), scene.src.region, plan.flat, soon()))
         notice = connection.notify(b"behind", soon())
         kept = range(0, _WAITING, 3)
