@@ -258,6 +258,14 @@ def ship(producer: KVProducer, request: OutboundRequest, chunks: Sequence[int] =
     return Sent(data)
 
 
+def serve(pair: Pair, request_id: str = "next", tokens: int = 20) -> None:
+    """One request, from its beginning to its good end on both sides."""
+    request = begin(pair.producer, tokens, request_id)
+    ship(pair.producer, request)
+    pair.finish(pair.next_ready())
+    assert pair.producer.wait(request).text == "done"
+
+
 def settle(engine: KVProducer | KVConsumer) -> None:
     """Return when all that was posted to an engine's control thread so far has been handled."""
     engine.control.call(lambda: None)

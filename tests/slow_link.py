@@ -1,20 +1,20 @@
 """A request over a link of 900 kB/s that is cancelled at a fifth of it: a proxy that is such a link, and the run."""
 
 import contextlib
-import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from pdtx.address import parse_address
 from pdtx.plan import Runs, Slices
-from pdtx.testing import GrantingReceiver
+from pdtx.testing import FaultyReceiver, GrantingReceiver, MoverPair
 from pdtx.transports import Connection, Placement, Region, TransferHandle, TransferKey
 from pdtx.transports.tcp import TcpMover
 
@@ -74,26 +74,6 @@ def slow_proxy(address: str) -> Iterator[str]:
                 end.close()
 
 
-class _Asked(GrantingReceiver):
-    """Keeps what it is asked for, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = list[TransferKey]()
-
-    def _note(self, key: TransferKey) -> None:
-        with self._changed:
-            self.asked.append(key)
-
-    def place(self, session_id: str, key: TransferKey) -> Placement:
-        self._note(key)
-        return super().place(session_id, key)
-
-    def offer(self, session_id: str, key: TransferKey) -> Placement:
-        self._note(key)
-        return super().offer(session_id, key)
-
-
 @dataclass(frozen=True)
 class Cancelled:
     """moving: the transfers that could not be cancelled and had not ended. after: what the peer was asked for later."""
@@ -102,8 +82,13 @@ class Cancelled:
     after: list[str]
 
 
-def cancel_at_a_fifth(connection: Connection, receiver: _Asked, *, gets: bool) -> Cancelled:
-    """Start a request of 31 pieces, cancel it once 6 have arrived, and move one piece of another request."""
+def cancel_at_a_fifth(
+    connection: Connection, grants: GrantingReceiver, asked: list[TransferKey], *, gets: bool
+) -> Cancelled:
+    """Start a request of 31 pieces, cancel it once 6 have arrived, and move one piece of another request.
+
+    asked: what the peer has been asked for so far, in order.
+    """
     region, runs = (
         Region(torch.zeros(PIECE_BYTES, dtype=torch.uint8)),
         Runs(*(np.array([n]) for n in (0, 0, PIECE_BYTES))),
@@ -113,32 +98,29 @@ def cancel_at_a_fifth(connection: Connection, receiver: _Asked, *, gets: bool) -
 
     def begin(request_id: str, piece: int) -> TransferHandle:
         key = TransferKey(request_id, 0, 1, piece, piece + 1)
-        (receiver.grant_get if gets else receiver.grant)("session", key, there)
+        (grants.grant_get if gets else grants.grant)("session", key, there)
         return (connection.get if gets else connection.put)(key, region, runs, deadline)
 
     handles = [begin("cancelled", piece) for piece in range(PIECES)]
     handles[CANCELLED_AT - 1].wait()
-    before = len(receiver.asked)
+    before = len(asked)
     begun = [handle for handle in handles if not handle.cancel()]
     moving = sum(not handle.state.final for handle in begun)
     begin("next", 0).wait()
-    return Cancelled(moving, [key.request_id for key in receiver.asked[before:]])
+    return Cancelled(moving, [key.request_id for key in asked[before:]])
 
 
-def run(address: str, *, gets: bool, proxy: bool, **options: object) -> Cancelled:
-    """Carry all of it out over tcp between two nodes of this process; the consumer listens at address."""
-    receiver, token = _Asked(), secrets.token_bytes(32)
-    receiver.add_session("session", token)
-    with contextlib.ExitStack() as stack:
-        consumer, producer = TcpMover(**options), TcpMover(**options)  # type: ignore[arg-type]
-        stack.callback(consumer.close)
-        target = consumer.listen(address, receiver)
+def run(*, gets: bool, proxy: bool, **options: object) -> Cancelled:
+    """Carry all of it out over tcp between two nodes of this process."""
+    grants, asked = GrantingReceiver(), list[TransferKey]()
+    receiver = FaultyReceiver(grants, before_place=asked.append, before_offer=asked.append)
+    make_mover = partial(TcpMover, **options)  # type: ignore[arg-type]
+    with MoverPair(make_mover, receiver=receiver, grants=grants) as pair, contextlib.ExitStack() as stack:
         if proxy:
-            target = stack.enter_context(slow_proxy(target))
-        stack.callback(producer.close)
-        connection = producer.connect(target, "session", token, time.monotonic() + _LIMIT_S)
-        return cancel_at_a_fifth(connection, receiver, gets=gets)
+            pair.address = stack.enter_context(slow_proxy(pair.address))
+        stack.callback(pair.producer.close)
+        return cancel_at_a_fifth(pair.connect(), grants, asked, gets=gets)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(" ".join(run("127.0.0.1:0", gets=sys.argv[1] == "gets", proxy=False).after))
+    sys.stdout.write(" ".join(run(gets=sys.argv[1] == "gets", proxy=False).after))

@@ -397,7 +397,8 @@ def by_plan(source: pdtx.Cache, destination: pdtx.Cache, tables: Sequence[dict[s
             spec=ours.spec,
         )
         for rank in plan.ranks:
-            here, there = ours.ranks[rank.source_rank].memory, theirs.ranks[rank.destination_rank].memory
+            memories = ours.ranks[rank.source_rank].memory, theirs.ranks[rank.destination_rank].memory
+            here, there = (memory.numpy().data for memory in memories)
             for start, stop, nbytes in rank.descriptors.tolist():
                 there[stop : stop + nbytes] = here[start : start + nbytes]
 

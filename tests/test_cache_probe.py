@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdtx.cache import CacheGroup, ForeignBuffer, KVCaches, group_kind, torch_dtype
+from pdtx.cache import CacheGroup, ForeignBuffer, KVCaches, torch_dtype
 from pdtx.errors import CacheError, LayoutError
 from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec
+from tests.foreign_scenes import group_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, CHANNELS = 2, 5, 2, 16, 8
 SPARE = 3
@@ -249,9 +250,7 @@ class TestKeysAndValues:
 
 
 def over(spec: KVCacheSpec, layout: str, memory: torch.Tensor) -> KVCaches:
-    kind = group_kind(spec)
-    group = CacheGroup("g", kind, 1 if kind == "state" else spec.block_size, BLOCKS, spec)
-    return KVCaches.over([group], [ForeignBuffer("b", "g", spec, layout, names(), BLOCKS, memory)])
+    return KVCaches.over([group_of(spec, BLOCKS)], [ForeignBuffer("b", "g", spec, layout, names(), BLOCKS, memory)])
 
 
 class TestOtherKinds:

@@ -25,17 +25,16 @@ from pdtx.cache import KVCaches, PagedKVCache
 from pdtx.engine import InboundRequest, KVProducer, OutboundRequest
 from pdtx.engine.arrivals import Arrivals, Notice
 from pdtx.engine.inbound_control import InboundControl
-from pdtx.engine.landing import Landing
 from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import regions_of
-from pdtx.engine.states import OutboundState
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, TransferError, VerificationError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.protocol import Complete, Failure, LayerDone, Message
 from pdtx.sidechannel import Dialer, Listener
 from pdtx.transports import Placement, Receiver, Region, TransferHandle, TransferKey
 from tests import stopping_producer
+from tests.broken_engines import give_back_at_once, hold_nothing
 from tests.contract_subjects import sampled, usable_mover
 from tests.engine_pair import Pair, attention, begin, change, produce, require_contents, wait_until
 from tests.faulty_mover import FaultyConnection, FaultyReceiver, OnPut, Post, Timers, faulty
@@ -726,29 +725,6 @@ def believe_movers(patch: pytest.MonkeyPatch) -> None:
             landing.received_bytes += nbytes
 
     patch.setattr(PayloadReceiver, "placed", again)
-
-
-def hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    close = Landing.close
-
-    def idle(self: Landing, on_idle: Callable[[], None]) -> bool:
-        close(self, lambda: None)
-        return True
-
-    patch.setattr(Landing, "close", idle)
-
-
-def give_back_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The producer takes its blocks back while transfers read them."""
-    give_back = OutboundControl._return_blocks
-
-    def early(self: OutboundControl, request: OutboundRequest) -> None:
-        unsent, request.unsent = request.unsent, 0
-        if request.state is not OutboundState.ENDED:
-            give_back(self, request)
-        request.unsent = unsent
-
-    patch.setattr(OutboundControl, "_return_blocks", early)
 
 
 def no_poison(patch: pytest.MonkeyPatch) -> None:

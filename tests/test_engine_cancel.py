@@ -3,16 +3,18 @@
 import random
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import pytest
 
-from pdtx.engine import KVProducer, OutboundRequest
+from pdtx.engine import OutboundRequest
 from pdtx.engine.states import OutboundState
 from pdtx.errors import PdtxError, TransferAborted, TransferError
+from pdtx.testing import FaultyReceiver
 from pdtx.testing.pair import Leaks
-from pdtx.transports import Connection, Mover, Placement, Receiver, TransferHandle, TransferKey
+from pdtx.transports import Connection, Mover, TransferHandle, TransferKey
 from tests.contract_subjects import sampled, usable_mover
 from tests.engine_pair import (
     LAYERS,
@@ -22,11 +24,12 @@ from tests.engine_pair import (
     begin,
     finished,
     make_cache,
+    serve,
     settle,
     ship,
     wait_until,
 )
-from tests.faulty_mover import FaultyConnection, FaultyReceiver, Post, faulty
+from tests.faulty_mover import FaultyConnection, Post, faulty
 from tests.slow_link import CANCELLED_AT, PIECES, slow_proxy
 
 ROUNDS = 200
@@ -45,7 +48,7 @@ def test_random_cancels_leave_nothing_behind(mover: str) -> None:
     """Some requests finish, some are cancelled here or there; after all of them everything is as it was."""
     chance = random.Random(7)
     with roomy(usable_mover(mover)) as pair:
-        finish_one(pair, "first")  # so that every thread there is has begun
+        serve(pair, "first", TOKENS)  # so that every thread there is has begun
         leaks, decoder = Leaks(), Decoder(pair, chance)
         with decoder:
             for number in range(ROUNDS):
@@ -57,7 +60,7 @@ def test_random_cancels_leave_nothing_behind(mover: str) -> None:
         assert not pair.consumer.core.draining
         assert pair.producer.control.errors == pair.consumer.control.errors == 0
         leaks.require_none("cancelled requests")
-        finish_one(pair, "last")
+        serve(pair, "last", TOKENS)
 
 
 def cancel_one(pair: Pair, name: str, chance: random.Random) -> None:
@@ -70,10 +73,8 @@ def cancel_one(pair: Pair, name: str, chance: random.Random) -> None:
         ship(pair.producer, request, [chance.randrange(1, TOKENS)], complete=moment != "computing")
     time.sleep(chance.choice((0.0, 0.0, 0.001, 0.005)))
     if moment == "never":
-        try:
+        with suppress(PdtxError):
             pair.producer.wait(request)
-        except PdtxError:
-            return
         return
     pair.producer.cancel(request, "chance")
     settle(pair.producer)
@@ -116,13 +117,6 @@ class Decoder:
         assert not self.problems
 
 
-def finish_one(pair: Pair, name: str) -> None:
-    request = begin(pair.producer, TOKENS, name)
-    ship(pair.producer, request)
-    pair.finish(pair.next_ready())
-    assert pair.producer.wait(request).text == "done"
-
-
 class Stuck:
     """Puts that begin only when they are let go: the first one moves, the others wait at the transport."""
 
@@ -139,95 +133,72 @@ class Stuck:
         return handle
 
 
-def test_what_waits_at_the_transport_is_withdrawn_and_what_moves_keeps_the_blocks() -> None:
+@contextmanager
+def stuck_request() -> Iterator[tuple[Pair, OutboundRequest, list[TransferHandle]]]:
+    """A request all of whose pieces are stuck at the transport; the one that moves ends with the block."""
     stuck = Stuck()
     wrap = partial(WrappedMover, wrap=lambda inner: FaultyConnection(inner, stuck, []))
     with Pair(make_cache(num_blocks=20), wrap=wrap) as pair:
         request = begin(pair.producer, 20)
-        received = pair.received("r")
         ship(pair.producer, request)
         wait_until(lambda: len(stuck.handles) == LAYERS, "all pieces at the transport")
+        yield pair, request, stuck.handles
+        stuck.handles[0].finish()
+
+
+def test_what_waits_at_the_transport_is_withdrawn_and_what_moves_keeps_the_blocks() -> None:
+    with stuck_request() as (pair, request, handles):
+        received = pair.received("r")
         settle(pair.producer)
         pair.producer.cancel(request, "nobody waits for it any more")
         with pytest.raises(TransferAborted, match=r"^request r was cancelled: nobody waits for it any more$"):
             pair.producer.wait(request)
-        assert [handle.state.value for handle in stuck.handles] == ["posted", "aborted", "aborted"]
+        assert [handle.state.value for handle in handles] == ["posted", "aborted", "aborted"]
         settle(pair.producer)
         assert not all_free(pair.producer.allocator), "a transfer still reads them"
         wait_until(lambda: received.error is not None, "the consumer to learn of it")
         assert "was cancelled: nobody waits for it any more" in str(received.error)
-        finish_next(pair)
-        stuck.handles[0].finish()
-
-
-def finish_next(pair: Pair) -> None:
-    """The next request goes on at once, while the last piece of the cancelled one still moves."""
-    request = begin(pair.producer, 20, "next")
-    ship(pair.producer, request)
-    pair.finish(pair.next_ready())
-    assert pair.producer.wait(request).text == "done"
+        serve(pair)  # at once, while the last piece of the cancelled one still moves
 
 
 def test_a_consumer_that_cancels_stops_the_producer() -> None:
-    stuck = Stuck()
-    wrap = partial(WrappedMover, wrap=lambda inner: FaultyConnection(inner, stuck, []))
-    with Pair(make_cache(num_blocks=20), wrap=wrap) as pair:
-        request = begin(pair.producer, 20)
-        received = pair.received("r")
-        ship(pair.producer, request)
-        wait_until(lambda: len(stuck.handles) == LAYERS, "all pieces at the transport")
-        pair.consumer.cancel(received, "the client went away")
+    with stuck_request() as (pair, request, handles):
+        pair.consumer.cancel(pair.received("r"), "the client went away")
         with pytest.raises(TransferError, match=r"decode-.* failed in payload: .*was cancelled: the client went away"):
             pair.producer.wait(request)
-        wait_until(lambda: [h.state.final for h in stuck.handles] == [False, True, True], "what waits withdrawn")
-        stuck.handles[0].finish()
+        wait_until(lambda: [handle.state.final for handle in handles] == [False, True, True], "what waits withdrawn")
 
 
 def test_a_cancelled_request_that_was_not_asked_for_costs_nothing() -> None:
     with Pair(mover="tcp") as pair:
-        first: OutboundRequest = begin(pair.producer, 20)
+        first = begin(pair.producer, 20)
         pair.producer.cancel(first, "at once")
         pair.producer.cancel(first, "again")
         with pytest.raises(TransferAborted, match="at once"):
             pair.producer.wait(first)
-        finish_next(pair)
+        serve(pair)
 
 
 def test_begin_does_not_wait_after_a_cancel() -> None:
     """Not even where a piece of the cancelled request never ends by itself."""
-    stuck = Stuck()
-
-    def wrap(inner: Connection) -> Connection:
-        return FaultyConnection(inner, stuck, [])
-
-    with Pair(make_cache(num_blocks=20), wrap=partial(WrappedMover, wrap=wrap)) as pair:
-        producer: KVProducer = pair.producer
-        request = begin(producer, 20)
-        ship(producer, request)
-        wait_until(lambda: len(stuck.handles) == LAYERS, "all pieces at the transport")
-        producer.cancel(request, "enough")
-        later = begin(producer, 20, "later")
+    with stuck_request() as (pair, request, _):
+        pair.producer.cancel(request, "enough")
+        later = begin(pair.producer, 20, "later")
         wait_until(lambda: later.grant is not None, "a grant, while the piece still moves")
-        producer.cancel(later, "enough")
-        stuck.handles[0].finish()
+        pair.producer.cancel(later, "enough")
 
 
-class ThroughProxy(Mover):
+class ThroughProxy(WrappedMover):
     """A transport whose data connections go over a link of 900 kB/s."""
 
     name = "tcp"
 
     def __init__(self, inner: Mover, stack: ExitStack) -> None:
-        self.inner, self._stack = inner, stack
-
-    def listen(self, address: str, receiver: Receiver) -> str:
-        return self.inner.listen(address, receiver)
+        super().__init__(inner, lambda connection: connection)
+        self._stack = stack
 
     def connect(self, address: str, session_id: str, token: bytes, deadline: float) -> Connection:
-        return self.inner.connect(self._stack.enter_context(slow_proxy(address)), session_id, token, deadline)
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().connect(self._stack.enter_context(slow_proxy(address)), session_id, token, deadline)
 
 
 @pytest.mark.timeout(120)
@@ -237,19 +208,14 @@ def test_at_most_one_more_piece_crosses_a_slow_link_after_a_cancel(side: str) ->
     layers, tokens = PIECES, 32
     caches = [make_cache(name, 32, num_blocks=4, num_layers=layers, heads=8, channels=128) for name in LAYOUTS]
     placed = list[str]()
-
-    class Noting(FaultyReceiver):
-        def place(self, session_id: str, key: TransferKey) -> Placement:
-            placed.append(key.request_id)
-            return self.inner.place(session_id, key)
-
+    receive = partial(FaultyReceiver, before_place=lambda key: placed.append(key.request_id))
     with ExitStack() as stack:
         pair = stack.enter_context(
             Pair(
                 *caches,
                 mover="tcp",
                 wrap=partial(ThroughProxy, stack=stack),
-                wrap_consumers=partial(faulty, receive=Noting),
+                wrap_consumers=partial(faulty, receive=receive),
             )
         )
         request = begin(pair.producer, tokens)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pdtx.cache import KVCaches
+from pdtx.engine.handshake import make_hello
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import PROTOCOL_VERSION, Bye, Heartbeat, Hello, Message, TransferRequest, Welcome, decode, encode
+from pdtx.protocol import Bye, Heartbeat, Hello, Message, TransferRequest, Welcome, decode, encode
 from pdtx.sidechannel import Dialer
 from tests.engine_pair import OPEN, PATIENCE_S, Pair, begin, describe, make_cache, settle, ship, wait_until
 
@@ -31,17 +32,7 @@ class Listening(Dialer):
         self.heard.append(time.monotonic())
 
     def hello(self) -> None:
-        cache = describe(make_cache())
-        self.send(
-            Hello(
-                protocol=PROTOCOL_VERSION,
-                pdtx_version="1",
-                engine_id="p",
-                incarnation="1",
-                cache=cache,
-                movers=["inproc"],
-            )
-        )
+        self.send(make_hello("p", describe(make_cache()), "inproc"))
         wait_until(lambda: any(isinstance(m, Welcome) for m in self.messages), "a welcome")
 
     def longest_gap_since(self, begun: float) -> float:
@@ -161,8 +152,7 @@ def test_heartbeats_keep_their_time(deed: str) -> None:
         begun = time.monotonic()
         match deed:
             case "hellos after a Bye":
-                hello = encode(Hello(protocol=PROTOCOL_VERSION, pdtx_version="1", engine_id="p", incarnation="1",
-                                     cache=describe(make_cache()), movers=["inproc"]))  # fmt: skip
+                hello = encode(make_hello("p", describe(make_cache()), "inproc"))
                 assert isinstance(decode(hello), Hello)
                 rogue.send(Bye(reason="enough"))
                 for _ in range(HELLOS):

@@ -33,6 +33,7 @@ from tests.engine_pair import (
     begin,
     describe,
     make_cache,
+    serve,
     ship,
     wait_until,
 )
@@ -48,13 +49,6 @@ def cut(pair: Pair) -> str:
     assert pair.producer.consumer is not None
     pair.producer.core.session.route.connection.close()
     return pair.producer.consumer.session_id
-
-
-def serve(pair: Pair, request_id: str = "next") -> None:
-    request = begin(pair.producer, 20, request_id)
-    ship(pair.producer, request)
-    pair.finish(pair.next_ready())
-    assert pair.producer.wait(request).text == "done"
 
 
 def session_of(pair: Pair) -> str:

@@ -88,9 +88,9 @@ def test_a_piece_is_handed_over_six_times_at_most(monkeypatch: pytest.MonkeyPatc
         settle(pair.producer)
         trace(OutboundControl, "on_ready", "producer")
         trace(Shipper, "_post", "producer")
-        trace(
-            type(pair.producer.core.session.route.connection), "put", "producer"
-        ) if pair.producer.core.session.route else None
+        route = pair.producer.core.session.route
+        assert route is not None
+        trace(type(route.connection), "put", "producer")
         trace(type(pair.consumer.receiver), "place", "network")
         trace(type(pair.consumer.receiver), "placed", "network")
         trace(OutboundControl, "on_piece_end", "producer")
@@ -186,7 +186,7 @@ def test_what_is_posted_after_the_end_runs_in_its_own_thread() -> None:
     control.close()
 
 
-def test_many_threads_may_post_and_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_threads_may_post_and_call() -> None:
     counts, control = [0], ControlThread("pdtx-test", never)
 
     def add() -> None:
@@ -226,7 +226,7 @@ def test_timers_are_looked_at_while_events_keep_coming() -> None:
 
 
 def test_an_event_may_post_another_while_the_thread_is_being_closed() -> None:
-    control, entered, go = ControlThread("closing", lambda _: False), threading.Event(), threading.Event()
+    control, entered, go = ControlThread("closing", never), threading.Event(), threading.Event()
     ran = list[str]()
 
     def event() -> None:
@@ -248,7 +248,7 @@ def test_an_event_may_post_another_while_the_thread_is_being_closed() -> None:
 def test_a_new_thread_is_not_taken_for_a_control_thread_that_has_ended() -> None:
     taken = list[bool]()
     for _ in range(20):  # the system gives a new thread the number of one that has ended, sooner or later
-        control = ControlThread("ended", lambda _: False)
+        control = ControlThread("ended", never)
         control.close()
         other = threading.Thread(target=lambda of=control: taken.append(of.is_current))
         other.start()

@@ -1,6 +1,7 @@
 """Caches over others' memory, moved: a hybrid's groups from one memory into one other, and a producer's requests."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,35 +9,44 @@ import torch
 
 from pdtx.cache import CacheGroup, ForeignBuffer, GroupAllocator, KVCaches
 from pdtx.engine.registering import regions_of, register_cache
-from pdtx.errors import InputError
 from pdtx.kvspec import FullAttentionSpec
 from pdtx.plan import Endpoint, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.testing import MoverPair
 from pdtx.transports import Placement, TransferKey, make_mover
 from pdtx.units import ceil_div
+from tests.contract_subjects import usable_mover
 from tests.engine_pair import Pair, arrived, begin, bits, make_cache, ship
-from tests.foreign_scenes import Pages, hybrid_bytes, hybrid_over
+from tests.foreign_scenes import Pages, group_of, hybrid_bytes, hybrid_over
 
 TOKENS, LAYERS, HEADS, CHANNELS = 21, (3, 3, 2), 2, 8
 MOVERS = ["inproc", "tcp", "shm", "ucx", "nixl"]
 
 
-class HybridSide:
+@dataclass
+class Side:
+    """A cache in foreign memory, and a request's tables, one a group."""
+
+    pages: Pages
+    cache: KVCaches
+    tables: list[Int64s]
+
+
+class HybridSide(Side):
     """A hybrid's cache in one memory, and a request's tables: blocks of one pool, in an order by chance."""
 
     def __init__(self, layout: str, block_size: int, num_blocks: int, seed: int) -> None:
         self.size, self.num_blocks = block_size, num_blocks
-        self.pages = Pages(hybrid_bytes(num_blocks, block_size=block_size), seed)
-        memory = self.pages.memory
-        self.cache = hybrid_over(memory, num_blocks=num_blocks, layers=LAYERS, layout=layout, block_size=block_size)
+        pages = Pages(hybrid_bytes(num_blocks, block_size=block_size), seed)
+        memory = pages.memory
+        cache = hybrid_over(memory, num_blocks=num_blocks, layers=LAYERS, layout=layout, block_size=block_size)
+        super().__init__(pages, cache, [])
         self.owner = memory.bytes.view(torch.bfloat16)
         self.pool, chance = GroupAllocator.of(self.cache.groups), np.random.default_rng(seed)
         blocks = self.pool.allocate([ceil_div(TOKENS, block_size)] * 3)
         places = [group.table_blocks(TOKENS, group.positions(TOKENS).start) for group in self.cache.groups]
         everything = chance.permutation(np.concatenate([own.ids for own in blocks.groups]))
         parts = np.split(everything, len(places))
-        self.tables = list[Int64s]()
         for place, part in zip(places, parts, strict=True):
             table = np.zeros(place.stop, np.int64)
             table[place.start :] = part[: len(place)]
@@ -53,7 +63,7 @@ class HybridSide:
         return self.owner.view(3, self.num_blocks, self.size, HEADS, 2 * CHANNELS)
 
 
-def move(pair: MoverPair, src: HybridSide, dst: HybridSide) -> None:
+def move(pair: MoverPair, src: Side, dst: Side) -> None:
     """Register both caches, and put what each group needs of the request, buffer by buffer."""
     for end, side in ((pair.producer, src), (pair.consumer, dst)):
         assert register_cache(end, side.cache).nbytes in (0, side.pages.nbytes), "once, or not at all"
@@ -61,9 +71,8 @@ def move(pair: MoverPair, src: HybridSide, dst: HybridSide) -> None:
     handles = []
     for index, (here, there) in enumerate(zip(src.cache.buffers, dst.cache.buffers, strict=True)):
         positions = src.cache.groups[here.group].positions(TOKENS)
-        plan = build_plan(
-            Endpoint.of(here.layout, src.tables[index]), Endpoint.of(there.layout, dst.tables[index]), positions
-        )
+        ours = Endpoint.of(here.layout, src.tables[here.group])
+        plan = build_plan(ours, Endpoint.of(there.layout, dst.tables[there.group]), positions)
         key = TransferKey("r", 0, here.num_layers, positions.start, positions.stop, index)
         place = Placement(regions_of(dst.cache)[index][0], plan.flat.destination(), deadline)
         pair.grants.grant("session", key, place)
@@ -75,12 +84,7 @@ def move(pair: MoverPair, src: HybridSide, dst: HybridSide) -> None:
 @pytest.fixture(params=MOVERS)
 def mover(request: pytest.FixtureRequest) -> str:
     """Each mover that is to be had here."""
-    name: str = request.param
-    try:
-        make_mover(name).close()
-    except InputError as error:
-        pytest.skip(str(error))
-    return name
+    return usable_mover(request.param)
 
 
 def test_three_groups_of_one_memory_into_three_of_another(mover: str) -> None:
@@ -121,7 +125,7 @@ def test_what_was_poisoned_for_a_request_is_what_arrives(mover: str) -> None:
         assert there.unpoisoned(tables[1][-1:], TOKENS % 8) == 0
 
 
-def layers_in_one_block(seed: int, num_blocks: int, size: int) -> tuple[Pages, KVCaches]:
+def layers_in_one_block(seed: int, num_blocks: int, size: int, table: list[int]) -> Side:
     """Block-first memory: a block holds one page of each of three layers, and each layer is a buffer of its own."""
     page = 2 * HEADS * CHANNELS * 2 * size
     pages = Pages(num_blocks * 3 * page, seed)
@@ -132,32 +136,20 @@ def layers_in_one_block(seed: int, num_blocks: int, size: int) -> tuple[Pages, K
         ForeignBuffer(f"b{at}", "g", spec, "vllm_lbhnc", ["a"], num_blocks, pages.memory, None, 3 * page, at * page)
         for at in range(3)
     ]
-    return pages, KVCaches.over([CacheGroup("g", "full", size, num_blocks, spec)], buffers)
+    return Side(pages, KVCaches.over([group_of(spec, num_blocks)], buffers), [np.array(table)])
 
 
 def test_layers_whose_pages_share_each_block(mover: str) -> None:
     """Their memories overlap and begin at different addresses; they are registered as one, and reached in it."""
-    (before, src), (after, dst) = layers_in_one_block(5, 9, 4), layers_in_one_block(6, 7, 8)
-    tables = np.array([7, 2, 5, 1, 8, 3]), np.array([4, 6, 2])
-    here = before.memory.bytes.view(torch.bfloat16).view(9, 3, HEADS, 4, 2 * CHANNELS)
-    meant = after.memory.bytes.clone().view(torch.bfloat16).view(7, 3, HEADS, 8, 2 * CHANNELS)
+    src, dst = layers_in_one_block(5, 9, 4, [7, 2, 5, 1, 8, 3]), layers_in_one_block(6, 7, 8, [4, 6, 2])
+    here = src.pages.memory.bytes.view(torch.bfloat16).view(9, 3, HEADS, 4, 2 * CHANNELS)
+    meant = dst.pages.memory.bytes.clone().view(torch.bfloat16).view(7, 3, HEADS, 8, 2 * CHANNELS)
     for token in range(TOKENS):
-        meant[tables[1][token // 8], :, :, token % 8] = here[tables[0][token // 4], :, :, token % 4]
+        meant[dst.tables[0][token // 8], :, :, token % 8] = here[src.tables[0][token // 4], :, :, token % 4]
     with MoverPair(lambda: make_mover(mover)) as pair:
-        for end, cache, size in ((pair.producer, src, before.nbytes), (pair.consumer, dst, after.nbytes)):
-            assert register_cache(end, cache).nbytes in (0, size), "once, or not at all"
-        connection, deadline = pair.connect(), time.monotonic() + 10
-        handles = []
-        for index, (one, other) in enumerate(zip(src.buffers, dst.buffers, strict=True)):
-            ends = Endpoint.of(one.layout, tables[0]), Endpoint.of(other.layout, tables[1])
-            plan, key = build_plan(*ends, range(TOKENS)), TransferKey("r", 0, 1, 0, TOKENS, index)
-            place = Placement(regions_of(dst)[index][0], plan.flat.destination(), deadline)
-            pair.grants.grant("session", key, place)
-            handles.append(connection.put(key, regions_of(src)[index][0], plan.flat, deadline))
-        for handle in handles:
-            handle.wait()
-    assert torch.equal(after.memory.bytes, bits(meant).reshape(-1))
-    assert before.changed() == set()
+        move(pair, src, dst)
+    assert torch.equal(dst.pages.memory.bytes, bits(meant).reshape(-1))
+    assert src.pages.changed() == set()
 
 
 def test_a_producer_of_foreign_memory(mover: str) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtx.errors import InputError
-from pdtx.transports import make_mover
+from tests.contract_subjects import usable_mover
 from tests.node_process import run
 from tests.test_nodes import decode_node
 from tests.tiny_models import tiny_checkpoint
@@ -39,11 +38,7 @@ def moved(model: Path, folder: Path, mover: str, devices: tuple[str, str], mode:
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")], ids="-".join)
 @pytest.mark.parametrize("mover", ["tcp", "shm", "ucx", "nixl"])
 def test_nodes_on_a_gpu(mover: str, devices: tuple[str, str], mode: str, model: Path, tmp_path: Path) -> None:
-    try:
-        make_mover(mover).close()
-    except InputError as error:
-        pytest.skip(str(error))
-    moved(model, tmp_path, mover, devices, mode)
+    moved(model, tmp_path, usable_mover(mover), devices, mode)
 
 
 def test_the_same_without_a_gpu(model: Path, tmp_path: Path) -> None:

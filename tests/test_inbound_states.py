@@ -4,9 +4,8 @@ Invariants: blocks come back exactly once, and never while a payload is written 
 once; nothing is granted to a dead session; a session's requests have left the queue before its blocks are granted.
 """
 
-import os
-import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -19,7 +18,7 @@ from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.landing import Landing
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.states import INBOUND, InboundState
-from pdtx.errors import IllegalTransition, PdtxError, PeerLost, TransferError, TransferRefused
+from pdtx.errors import PdtxError, PeerLost, TransferError, TransferRefused
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import (
     PROTOCOL_VERSION,
@@ -36,10 +35,18 @@ from pdtx.protocol import (
 )
 from pdtx.tiers.prefix import Fetched
 from pdtx.transports import TransferKey
-from tests.engine_pair import caches_of, describe, make_cache
+from tests.broken_engines import hold_nothing
+from tests.engine_pair import all_free, caches_of, describe, make_cache
+from tests.interleavings import (
+    RandomWorld,
+    in_parts,
+    require_only_these,
+    run_all,
+    run_part,
+    transitions_in,
+    transitions_of,
+)
 
-SEQUENCES = int(os.environ.get("PDTX_SEQUENCES", "2000"))
-STEPS = 60
 LAYERS, BLOCKS = 2, 5
 SOURCE = describe(make_cache(num_blocks=9, num_layers=LAYERS))
 DESTINATION = caches_of(make_cache("flashinfer_hnd", 16, num_blocks=BLOCKS, num_layers=LAYERS))
@@ -47,11 +54,12 @@ FACTS = facts_of(describe(DESTINATION))
 PEERS = (b"a", b"b")
 
 
-class World:
+class World(RandomWorld):
     """A consumer's control with everything around it under the test's hand."""
 
     def __init__(self, seed: int) -> None:
-        self.chance, self.numbers = random.Random(seed), count()
+        super().__init__(seed)
+        self.numbers = count()
         self.allocator = GroupAllocator({group.name: group.num_blocks for group in DESTINATION.groups})
         self.receiver = PayloadReceiver(DESTINATION, self, None)
         scrubs, self.tiers = self.chance.random() < 0.5, self.chance.random() < 0.3
@@ -252,10 +260,7 @@ class World:
             self.decode, self.load_some, self.load_some, self.work, self.work,
         )  # fmt: skip
         faults = self.hello, self.peer_says, self.cancel, self.expire, self.lose
-        rate = self.chance.choice((0.02, 0.1, 0.3))
-        for _ in range(STEPS):
-            self.chance.choice(faults if self.chance.random() < rate else progress)()
-            self.check()
+        self.step(progress, faults)
         self.core.close(PeerLost("closing"))
         while self.writing or self.posted or self.scrubbing or self.taken or self.waiting:
             for event in (self.placed, self.work, self.next_ready, self.decode):
@@ -269,7 +274,7 @@ class World:
         assert not len(self.core.queue)
         assert not self.receiver.num_placing
         assert self.core.num_ended == len(self.all)
-        assert all(pool.num_free == pool.num_blocks - 1 for pool in self.allocator.pools)
+        assert all_free(self.allocator)
 
     def check(self) -> None:
         for request, _ in self.writing.values():
@@ -280,27 +285,14 @@ class World:
                 pytest.fail("blocks that are being written were returned")
 
 
-def run_all(count: int, first: int = 0) -> None:
-    for seed in range(first, first + count):
-        World(seed).run()
-
-
-@pytest.mark.parametrize("first", range(0, SEQUENCES, 500))
+@in_parts
 @pytest.mark.timeout(1200)
 def test_any_interleaving_keeps_the_invariants(first: int) -> None:
-    run_all(min(500, SEQUENCES - first), first)
+    run_part(World, first)
 
 
 def test_the_interleavings_use_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, go = set[tuple[InboundState, InboundState]](), InboundRequest.go
-
-    def note(request: InboundRequest, state: InboundState) -> None:
-        seen.add((request.state, state))
-        go(request, state)
-
-    monkeypatch.setattr(InboundRequest, "go", note)
-    run_all(300)
-    assert seen == {(before, after) for before, those in INBOUND.items() for after in those}
+    assert transitions_of(World, InboundRequest, monkeypatch) == transitions_in(INBOUND)
 
 
 def make_request(state: InboundState) -> InboundRequest:
@@ -311,28 +303,16 @@ def make_request(state: InboundState) -> InboundRequest:
 
 @pytest.mark.parametrize("state", InboundState)
 def test_only_transitions_of_the_table_are_allowed(state: InboundState) -> None:
-    for after in InboundState:
-        request = make_request(state)
-        if after in INBOUND[state]:
-            request.go(after)
-        else:
-            with pytest.raises(IllegalTransition, match=rf"request r cannot go from {state.name} to {after.name}"):
-                request.go(after)
+    require_only_these(INBOUND[state], partial(make_request, state))
 
 
 def require_found() -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception, PdtxError)):
-        run_all(1000)
+        run_all(World, 1000)
 
 
 def test_blocks_that_return_while_they_are_written_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = Landing.close
-
-    def idle(landing: Landing, on_idle: Callable[[], None]) -> bool:
-        close(landing, lambda: None)
-        return True
-
-    monkeypatch.setattr(Landing, "close", idle)
+    hold_nothing(monkeypatch)
     require_found()
 
 

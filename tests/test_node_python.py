@@ -30,6 +30,7 @@ from pdtx.node import (
 from pdtx.serving import Job
 from pdtx.tiers.prefix import Fetched, PrefixCache
 from tests.engine_pair import wait_until
+from tests.node_process import run
 from tests.ports import free_port
 from tests.tiny_models import tiny_checkpoint
 
@@ -161,11 +162,9 @@ def test_two_processes_with_a_model_know_nothing_of_a_command_line(tmp_path: Pat
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"token_ids": list(range(n))}) for n in (1, 33)) + "\nsome text\n")
     same = ["--dtype", "float32", "--threads", "1", "--max-tokens", "8", "--ignore-eos", "--chunk-size", "20", "--json"]
-    alone = subprocess.run(
-        [sys.executable, "-m", "pdtx", "generate", "--model", model, "--prompts", prompts, *same],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    expected = {row["request_id"]: row["token_ids"] for row in json.loads(alone.stdout)["requests"]}
+    alone = run("pdtx", "generate", "--model", model, "--prompts", prompts, *same)
+    assert alone.code == 0, alone.stderr
+    expected = {name: row["token_ids"] for name, row in alone.requests.items()}
     command = [sys.executable, "-c"]
     with subprocess.Popen([*command, _DECODE, model], stdout=subprocess.PIPE, text=True) as decode:
         try:

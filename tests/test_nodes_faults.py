@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdtx.errors import InputError
-from pdtx.transports import make_mover
-from tests.contract_subjects import sampled
+from tests.contract_subjects import sampled, usable_mover
 from tests.node_process import NodeProcess
 from tests.ports import free_port
 from tests.tiny_models import tiny_checkpoint
@@ -61,10 +59,7 @@ def outcome(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("mover", sampled(["tcp", "shm", "ucx"], ["shm"]))
 def test_both_nodes_live_through_kills_and_stops(mover: str, model: Path, prompts: Path, tmp_path: Path) -> None:
-    try:
-        make_mover(mover).close()
-    except InputError as error:
-        pytest.skip(f"mover {mover}: {error}")
+    usable_mover(mover)
     address = f"127.0.0.1:{free_port()}"
     common = ("--model", model, "--mover", mover, *NODE)
     sends = (

@@ -33,7 +33,7 @@ from pdtx.transports import make_mover
 from tests.engine_pair import OPEN, all_free, wait_until
 from tests.node_process import run
 from tests.test_nodes import NODE, decode_node
-from tests.tiny_models import ARCHITECTURES, tiny_checkpoint
+from tests.tiny_models import ARCHITECTURES, prompt, tiny_checkpoint
 
 BLOCK = 32
 TOKENS = 8
@@ -60,10 +60,6 @@ def runner_of(folder: Path, kind: str) -> ModelRunner:
     if kind not in _runners:
         _runners[kind] = ModelRunner.load(tiny_checkpoint(folder, kind, **ARCHITECTURES[kind]), "float32")
     return _runners[kind]
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(7 * at + 31 * seed + at * at) % 256 for at in range(length)]
 
 
 def cpu_tier(cache: KVCaches, *, copier: CopierFactory = Copier) -> CpuTier:
@@ -320,68 +316,65 @@ def test_several_prompts_at_once(folder: Path) -> None:
     assert [row.cached_tokens for row in rows[1:]] == [64] * 3
 
 
+@contextmanager
+def serving(runner: ModelRunner) -> Iterator[tuple[Nodes, CpuTier, TierServer, str]]:
+    """Nodes of which the prefill node serves its tier; the tier, its server, and the address."""
+    with ExitStack() as stack:
+        mover = make_mover("tcp")
+        stack.callback(mover.close)
+        source, spare = caches_of(runner)[0], runner.make_cache(block_size=32, num_blocks=40)
+        first = stack.enter_context(nodes(runner, prefill=True, served=True, caches=(source, spare)))
+        assert first.prefill is not None
+        tier = first.prefill.tier
+        assert isinstance(tier, CpuTier)
+        server = TierServer(tier, describe_cache(tier.cache, model=runner.name, fingerprint=runner.fingerprint), mover)
+        stack.callback(server.close)
+        yield first, tier, server, server.listen("127.0.0.1:0", security=OPEN)
+
+
+@contextmanager
+def reading(runner: ModelRunner, address: str) -> Iterator[Nodes]:
+    """Nodes of which the decode node reads the tier that is served at an address."""
+    _, destination = caches_of(runner)
+    here = describe_cache(destination, model=runner.name, fingerprint=runner.fingerprint)
+    peer = PeerTier(address, destination, here, make_mover("tcp"), block_tokens=BLOCK, security=OPEN)
+    other = runner.make_cache(layout="flash_attn_hnd", block_size=16, num_blocks=40)
+    with nodes(runner, caches=(other, destination), peers=[peer]) as second:
+        yield second
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decode_node_reads_the_prefill_nodes_tier(folder: Path, kind: str) -> None:
     runner = runner_of(folder, kind)
-    source, destination = caches_of(runner)
-    with ExitStack() as stack:
-        serving, reading = make_mover("tcp"), make_mover("tcp")
-        stack.callback(serving.close)
-        spare = runner.make_cache(block_size=32, num_blocks=40)
-        with nodes(runner, prefill=True, served=True, caches=(source, spare)) as first:
-            assert first.prefill is not None
-            tier = first.prefill.tier
-            assert isinstance(tier, CpuTier)
-            description = describe_cache(tier.cache, model=runner.name, fingerprint=runner.fingerprint)
-            server = TierServer(tier, description, serving)
-            stack.callback(server.close)
-            address = server.listen("127.0.0.1:0", security=OPEN)
-            row = first.answer(FIRST)
-            first.settle()
-            here = describe_cache(destination, model=runner.name, fingerprint=runner.fingerprint)
-            peer = PeerTier(address, destination, here, reading, block_tokens=BLOCK, security=OPEN)
-            other = runner.make_cache(layout="flash_attn_hnd", block_size=16, num_blocks=40)
-            with nodes(runner, caches=(other, destination), peers=[peer]) as second:
-                second.chunk_size = 20  # other last bits, which are not held against what the peer had
-                again = second.answer(FIRST)
-                second.settle()
-                assert again.token_ids == row.token_ids
-                assert again.peer_cached_tokens == 3 * BLOCK
-                assert loaded(second.decode) > 0
-            wait_until(lambda: server.num_lent == 0, "what was lent is given back")
+    with serving(runner) as (first, _, server, address):
+        row = first.answer(FIRST)
+        first.settle()
+        with reading(runner, address) as second:
+            second.chunk_size = 20  # other last bits, which are not held against what the peer had
+            again = second.answer(FIRST)
+            second.settle()
+            assert again.token_ids == row.token_ids
+            assert again.peer_cached_tokens == 3 * BLOCK
+            assert loaded(second.decode) > 0
+        wait_until(lambda: server.num_lent == 0, "what was lent is given back")
 
 
 def test_a_block_that_changed_in_a_peers_tier_is_found(folder: Path) -> None:
     runner = runner_of(folder, "llama")
-    source, destination = caches_of(runner)
-    with ExitStack() as stack:
-        serving, reading = make_mover("tcp"), make_mover("tcp")
-        stack.callback(serving.close)
-        spare = runner.make_cache(block_size=32, num_blocks=40)
-        with nodes(runner, prefill=True, served=True, caches=(source, spare)) as first:
-            assert first.prefill is not None
-            tier = first.prefill.tier
-            assert isinstance(tier, CpuTier)
-            description = describe_cache(tier.cache, model=runner.name, fingerprint=runner.fingerprint)
-            server = TierServer(tier, description, serving)
-            stack.callback(server.close)
-            address = server.listen("127.0.0.1:0", security=OPEN)
-            first.answer(FIRST)
-            first.settle()
-            keys = first.prefill.keys(FIRST)
-            with tier.lookup(keys, (np.array([1]),)) as lease:
-                (buffer,), table = tier.cache.buffers, torch.as_tensor(lease.tables(0)[1:])
-                rows = buffer.canonical(1, table, 9, 10)
-                rows[1, 0, 1, 5] ^= 1
-                buffer.write_canonical(1, table, 9, rows)
-            here = describe_cache(destination, model=runner.name, fingerprint=runner.fingerprint)
-            peer = PeerTier(address, destination, here, reading, block_tokens=BLOCK, security=OPEN)
-            other = runner.make_cache(layout="flash_attn_hnd", block_size=16, num_blocks=40)
-            with nodes(runner, caches=(other, destination), peers=[peer]) as second:
-                (row,) = second.ask(FIRST)
-                second.settle()
-        assert row.wrong
-        assert "1 of 3 blocks from tier peer are wrong; first: buffer full block 1 (tokens 32..64)" in (row.error or "")
+    with serving(runner) as (first, tier, _, address):
+        first.answer(FIRST)
+        first.settle()
+        assert first.prefill is not None
+        with tier.lookup(first.prefill.keys(FIRST), (np.array([1]),)) as lease:
+            (buffer,), table = tier.cache.buffers, torch.as_tensor(lease.tables(0)[1:])
+            rows = buffer.canonical(1, table, 9, 10)
+            rows[1, 0, 1, 5] ^= 1
+            buffer.write_canonical(1, table, 9, rows)
+        with reading(runner, address) as second:
+            (row,) = second.ask(FIRST)
+            second.settle()
+    assert row.wrong
+    assert "1 of 3 blocks from tier peer are wrong; first: buffer full block 1 (tokens 32..64)" in (row.error or "")
 
 
 @pytest.mark.parametrize("write", ["through", "back"])

@@ -4,8 +4,6 @@ Invariants: blocks come back exactly once; each request has exactly one outcome;
 completion is sent only when all that was shipped has been delivered.
 """
 
-import os
-import random
 from collections import Counter
 
 import pytest
@@ -19,7 +17,7 @@ from pdtx.engine.picking import ModePicker
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Probe
 from pdtx.engine.states import OUTBOUND, OutboundState
-from pdtx.errors import DeadlineExceeded, IllegalTransition, OutOfBlocks, PeerLost, PeerUnreachable, TransferError
+from pdtx.errors import DeadlineExceeded, OutOfBlocks, PeerLost, PeerUnreachable, TransferError
 from pdtx.plan import Choice, CostTable, Mode
 from pdtx.protocol import (
     Complete,
@@ -38,10 +36,18 @@ from pdtx.protocol import (
 from pdtx.testing.wrapped import WrappedConnection
 from pdtx.transports import TransferHandle
 from pdtx.transports.inproc import InprocConnection
-from tests.engine_pair import caches_of, describe, make_cache
+from tests.broken_engines import give_back_at_once
+from tests.engine_pair import all_free, caches_of, describe, make_cache
+from tests.interleavings import (
+    RandomWorld,
+    in_parts,
+    require_only_these,
+    run_all,
+    run_part,
+    transitions_in,
+    transitions_of,
+)
 
-SEQUENCES = int(os.environ.get("PDTX_SEQUENCES", "2000"))
-STEPS = 60
 LAYERS, BLOCKS = 2, 5
 SOURCE = caches_of(make_cache(num_blocks=BLOCKS, num_layers=LAYERS))
 DESTINATION = caches_of(make_cache("flashinfer_hnd", 32, num_blocks=BLOCKS, num_layers=LAYERS))
@@ -63,11 +69,11 @@ class FakeConnection(WrappedConnection):
         return self.broken
 
 
-class World:
+class World(RandomWorld):
     """A producer's control with everything around it under the test's hand."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
+        super().__init__(seed)
         self.allocator = GroupAllocator({group.name: group.num_blocks for group in SOURCE.groups})
         self.core = OutboundControl(KVCaches(SOURCE.groups, [(0, SOURCE.buffers[0])]), self.allocator, self)
         self.sent, self.items = list[Message](), list[Item]()
@@ -248,10 +254,7 @@ class World:
             self.deliver, self.deliver, self.opened, self.release,
         )  # fmt: skip
         faults = self.consumer_says, self.cancel, self.expire, self.lose
-        rate = self.chance.choice((0.02, 0.1, 0.3))
-        for _ in range(STEPS):
-            self.chance.choice(faults if self.chance.random() < rate else progress)()
-            self.check()
+        self.step(progress, faults)
         while self.items or self.posted or self.opening:
             self.work()
             self.deliver()
@@ -267,7 +270,7 @@ class World:
             assert not request.unsent
         assert not self.core.requests
         assert not self.core.draining
-        assert all(pool.num_free == pool.num_blocks - 1 for pool in self.allocator.pools)
+        assert all_free(self.allocator)
 
     def check(self) -> None:
         for number, request in enumerate(self.requests):
@@ -280,54 +283,26 @@ class World:
             assert not (request.returned and (request.unsent or request.reading)), f"{held} blocks are being read"
 
 
-def run_all(count: int, first: int = 0) -> None:
-    for seed in range(first, first + count):
-        World(seed).run()
-
-
-@pytest.mark.parametrize("first", range(0, SEQUENCES, 500))
+@in_parts
 @pytest.mark.timeout(1200)
 def test_any_interleaving_keeps_the_invariants(first: int) -> None:
-    run_all(min(500, SEQUENCES - first), first)
+    run_part(World, first)
 
 
 def test_the_interleavings_use_every_transition_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, go = set[tuple[OutboundState, OutboundState]](), OutboundRequest.go
-
-    def note(request: OutboundRequest, state: OutboundState) -> None:
-        seen.add((request.state, state))
-        go(request, state)
-
-    monkeypatch.setattr(OutboundRequest, "go", note)
-    run_all(300)
-    assert seen == {(before, after) for before, those in OUTBOUND.items() for after in those}
+    assert transitions_of(World, OutboundRequest, monkeypatch) == transitions_in(OUTBOUND)
 
 
 @pytest.mark.parametrize("state", OutboundState)
 def test_only_transitions_of_the_table_are_allowed(state: OutboundState) -> None:
-    for after in OutboundState:
-        request = OutboundRequest("r", 1, 0.0, state=state)
-        if after in OUTBOUND[state]:
-            request.go(after)
-            assert request.state is after
-        else:
-            with pytest.raises(IllegalTransition, match=rf"request r cannot go from {state.name} to {after.name}"):
-                request.go(after)
+    require_only_these(OUTBOUND[state], lambda: OutboundRequest("r", 1, 0.0, state=state))
 
 
 def test_an_ended_request_that_gives_its_blocks_back_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tooth: without the count of pieces and readers, blocks come back while they are read."""
-
-    def early(core: OutboundControl, request: OutboundRequest) -> None:
-        unsent, request.unsent = request.unsent, 0
-        if request.state is not OutboundState.ENDED:
-            give_back(core, request)
-        request.unsent = unsent
-
-    give_back = OutboundControl._return_blocks
-    monkeypatch.setattr(OutboundControl, "_return_blocks", early)
+    give_back_at_once(monkeypatch)
     with pytest.raises(AssertionError):
-        run_all(500)
+        run_all(World, 500)
 
 
 def test_a_second_outcome_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,4 +314,4 @@ def test_a_second_outcome_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(OutboundControl, "cancel", again)
     with pytest.raises(AssertionError):
-        run_all(500)
+        run_all(World, 500)

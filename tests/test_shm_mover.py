@@ -97,5 +97,7 @@ def test_little_is_begun_before_the_consumer_has_copied_what_was_before() -> Non
         assert [handle.cancel() for handle in handles] == [False, False, *[True] * (count - 2)]
         gate.open()
         require_works(pair, connection)
-        assert [placed.key for placed in grants.heard if placed.key in keys] == keys
-        assert [placed.error is None for placed in grants.heard if placed.key in keys] == [True, True, *[False] * 8]
+        # The thread that copies tells of what has arrived, the one that reads of what was cancelled.
+        ends = [placed for placed in grants.heard if placed.key in keys]
+        assert [placed.key for placed in ends if placed.error is None] == keys[:2]
+        assert [placed.key for placed in ends if placed.error is not None] == keys[2:]

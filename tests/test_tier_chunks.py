@@ -8,7 +8,7 @@ import pytest
 
 from tests.node_process import run
 from tests.test_nodes import NODE, decode_node
-from tests.tiny_models import tiny_checkpoint
+from tests.tiny_models import prompt, tiny_checkpoint
 
 _TIERS = ("--kv-offloading-size", "0.01", "--kv-offloading-block-size", "32")
 # Few blocks: what waits for them at the decode node is looked up there when more is kept than at the prefill node then.
@@ -17,14 +17,10 @@ _PREFILL = ("--max-num-seqs", "4", "--chunk-size", "20", "--max-tokens", "6", "-
 pytestmark = pytest.mark.timeout(240)
 
 
-def _tokens(seed: int, length: int) -> list[int]:
-    return [(7 * at + 31 * seed + at * at) % 256 for at in range(length)]
-
-
 def prompts_with_common_beginnings(count: int, turn: int) -> list[list[int]]:
     """Prompts that begin alike for 40 to 201 tokens and then go on differently; other ones each turn."""
     return [
-        [*_tokens(100 * turn, 40 + 23 * (5 * at % 8)), *_tokens(100 * turn + 10 + at, 5 + 11 * (at % 4))]
+        [*prompt(100 * turn, 40 + 23 * (5 * at % 8)), *prompt(100 * turn + 10 + at, 5 + 11 * (at % 4))]
         for at in range(count)
     ]
 

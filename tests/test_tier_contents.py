@@ -140,6 +140,13 @@ def test_blocks_that_are_not_whole_and_states_have_no_hash() -> None:
     assert hash_contents(side, BLOCK, 1, np.array([0])) == [b""]
 
 
+def request_of(prefix: PrefixCache) -> Request:
+    """A request for the prompt, with blocks of a pool of its own."""
+    pool = GroupAllocator.of(prefix.cache.groups)
+    blocks = pool.allocate([7])
+    return Request(prefix.keys(TOKENS), blocks.tables([range(7)]), blocks, pool)
+
+
 def plain() -> KVCaches:
     return KVCaches.single(make_cache(num_blocks=20))
 
@@ -256,14 +263,10 @@ def test_blocks_of_an_older_folder_are_loaded_but_not_where_they_would_be_verifi
     assert older(tmp_path) == BLOCKS
     again = disk(cache, tmp_path)
     prefix = PrefixCache(cache, again, FINGERPRINT)
-    pool = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
 
     def fetched(*, checked: bool) -> int:
-        blocks = pool.allocate([7])
-        request = Request(prefix.keys(TOKENS), blocks.tables([range(7)]), blocks, pool)
-        found = prefix.fetch(request, len(TOKENS), time.monotonic() + 20, resume=False, checked=checked)
-        pool.free(blocks)
-        return found.num_tokens
+        deadline = time.monotonic() + 20
+        return prefix.fetch(request_of(prefix), len(TOKENS), deadline, resume=False, checked=checked).num_tokens
 
     assert fetched(checked=False) == BLOCK * BLOCKS
     assert "content hash" not in caplog.text
@@ -282,10 +285,8 @@ def test_what_was_loaded_gets_no_hash_of_its_own_when_it_is_kept_again(tmp_path:
     put(here, hashed(filled(cache)) if hashes else filled(cache))
     assert isinstance(here, CpuTier)
     here.cache.buffers[0].memory[:] ^= 1  # a bit of every byte has changed meanwhile
-    pool = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
-    blocks = pool.allocate([7])
     reader = PrefixCache(cache, here, FINGERPRINT)
-    request = Request(reader.keys(TOKENS), blocks.tables([range(7)]), blocks, pool)
+    request = request_of(reader)
     found = reader.fetch(request, len(TOKENS), time.monotonic() + 20, resume=True)
     assert found.num_tokens == BLOCK * BLOCKS
     # Evicted from one tier, it is kept again in another.
@@ -303,10 +304,7 @@ def test_what_fetch_returns_names_the_hash_of_each_block(tmp_path: Path) -> None
     prefix = PrefixCache(cache, cpu(cache, tmp_path), FINGERPRINT)
     assert prefix.tier is not None
     put(prefix.tier, hashed(filled(cache)))
-    pool = GroupAllocator({group.name: group.num_blocks for group in cache.groups})
-    blocks = pool.allocate([7])
-    request = Request(prefix.keys(TOKENS), blocks.tables([range(7)]), blocks, pool)
-    found = prefix.fetch(request, len(TOKENS), time.monotonic() + 20, resume=False, checked=True)
+    found = prefix.fetch(request_of(prefix), len(TOKENS), time.monotonic() + 20, resume=False, checked=True)
     assert (found.num_tokens, found.block_tokens) == (BLOCK * BLOCKS, BLOCK)
     assert list(found.contents[0]) == meant(cache, 0)
     prefix.close()

@@ -1,8 +1,7 @@
 """What a store needs: the fence of what writes its blocks, and a hold that keeps them until they are copied."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ class Pool:
     def __init__(self) -> None:
         self.buffer = full(5)
         self.cache = KVCaches.single(self.buffer)
-        self.allocator = GroupAllocator({group.name: group.num_blocks for group in self.cache.groups})
+        self.allocator = GroupAllocator.of(self.cache.groups)
 
     def request(self, count: int = 3) -> tuple[GroupBlocks, Side, torch.Tensor]:
         """Blocks with random contents; the contents are of layer 0 and 1 alike."""
@@ -67,128 +66,115 @@ def stack(cache: KVCaches, folder: Path) -> Tier:
     return TierStack([cpu(cache, folder), disk(cache, folder)])
 
 
-Make = Callable[[KVCaches, Path], Tier]
-tiers = pytest.mark.parametrize("make", [cpu, disk, stack])
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
 
 
-@contextmanager
-def opened(make: Make, cache: KVCaches, folder: Path) -> Iterator[Tier]:
-    tier = make(cache, folder)
-    try:
-        yield tier
-    finally:
-        tier.close()
+@pytest.fixture(params=[cpu, disk, stack])
+def tier(request: pytest.FixtureRequest, pool: Pool, tmp_path: Path) -> Iterator[Tier]:
+    """Each kind of tier, of the pool's cache."""
+    tier = request.param(pool.cache, tmp_path)
+    yield tier
+    tier.close()
+
+
+only_cpu = pytest.mark.parametrize("tier", [cpu], indirect=True)
 
 
 def stored(tier: Tier) -> int:
     return sum(group.stored.blocks for group in tier.usage().groups)
 
 
-@tiers
-def test_a_store_without_a_fence_is_an_error_and_copies_nothing(make: Make, tmp_path: Path) -> None:
-    pool = Pool()
-    with opened(make, pool.cache, tmp_path) as tier:
-        blocks, side, _ = pool.request()
-        with pytest.raises(TierError, match="without a fence copies nothing"):
-            tier.store(KEYS, side, PLACES, unfenced)
-        with pytest.raises(TypeError, match="fence"):
-            tier.store(KEYS, side, PLACES)  # type: ignore[call-arg]
-        late = tier.store(KEYS, side, PLACES, lambda: unfenced())
-        with pytest.raises(TierError, match="without a fence copies nothing"):
-            late.result(SECONDS)
-        assert stored(tier) == 0
-        assert not tier.lookup(KEYS, PLACES).found[0].any()
-        pool.allocator.free(blocks)
-        assert pool.num_free() == 4
+def test_a_store_without_a_fence_is_an_error_and_copies_nothing(pool: Pool, tier: Tier) -> None:
+    blocks, side, _ = pool.request()
+    with pytest.raises(TierError, match="without a fence copies nothing"):
+        tier.store(KEYS, side, PLACES, unfenced)
+    with pytest.raises(TypeError, match="fence"):
+        tier.store(KEYS, side, PLACES)  # type: ignore[call-arg]
+    late = tier.store(KEYS, side, PLACES, lambda: unfenced())
+    with pytest.raises(TierError, match="without a fence copies nothing"):
+        late.result(SECONDS)
+    assert stored(tier) == 0
+    assert not tier.lookup(KEYS, PLACES).found[0].any()
+    pool.allocator.free(blocks)
+    assert pool.num_free() == 4
 
 
-def test_a_prefix_cache_keeps_nothing_without_a_fence(tmp_path: Path) -> None:
-    pool = Pool()
-    with opened(cpu, pool.cache, tmp_path) as tier:
-        blocks, side, _ = pool.request()
-        prefix = PrefixCache(pool.cache, tier, FINGERPRINT)
-        request = Request(KEYS, side.tables, blocks, pool.allocator)
-        with pytest.raises(TierError, match="without a fence"):
-            prefix.keep(request, [0], 3 * BLOCK, unfenced)
-        assert stored(tier) == 0
+@only_cpu
+def test_a_prefix_cache_keeps_nothing_without_a_fence(pool: Pool, tier: Tier) -> None:
+    blocks, side, _ = pool.request()
+    prefix = PrefixCache(pool.cache, tier, FINGERPRINT)
+    request = Request(KEYS, side.tables, blocks, pool.allocator)
+    with pytest.raises(TierError, match="without a fence"):
+        prefix.keep(request, [0], 3 * BLOCK, unfenced)
+    assert stored(tier) == 0
 
 
-@tiers
-def test_a_store_without_a_hold_on_its_blocks_is_an_error(make: Make, tmp_path: Path) -> None:
-    pool = Pool()
-    with opened(make, pool.cache, tmp_path) as tier:
-        _, side, _ = pool.request()
-        with pytest.raises(TierError, match="without a hold on its blocks copies nothing"):
-            tier.store(KEYS, Side(pool.cache, side.tables), PLACES, FENCE)
-        assert stored(tier) == 0
+def test_a_store_without_a_hold_on_its_blocks_is_an_error(pool: Pool, tier: Tier) -> None:
+    _, side, _ = pool.request()
+    with pytest.raises(TierError, match="without a hold on its blocks copies nothing"):
+        tier.store(KEYS, Side(pool.cache, side.tables), PLACES, FENCE)
+    assert stored(tier) == 0
 
 
-@tiers
-def test_blocks_that_are_not_held_cannot_be_stored_under_a_hold_on_others(make: Make, tmp_path: Path) -> None:
-    pool = Pool()
-    with opened(make, pool.cache, tmp_path) as tier:
-        blocks, side, _ = pool.request()
-        (other,) = pool.allocator.allocate([1]).groups[0].ids
-        table = side.tables[0].copy()
-        table[1] = other
-        with pytest.raises(TierError, match=f"block {other} of the table is none of those that are held"):
-            tier.store(KEYS, Side(pool.cache, (table,), hold=Hold(blocks, pool.allocator)), PLACES, FENCE)
-        assert stored(tier) == 0
+def test_blocks_that_are_not_held_cannot_be_stored_under_a_hold_on_others(pool: Pool, tier: Tier) -> None:
+    blocks, side, _ = pool.request()
+    (other,) = pool.allocator.allocate([1]).groups[0].ids
+    table = side.tables[0].copy()
+    table[1] = other
+    with pytest.raises(TierError, match=f"block {other} of the table is none of those that are held"):
+        tier.store(KEYS, Side(pool.cache, (table,), hold=Hold(blocks, pool.allocator)), PLACES, FENCE)
+    assert stored(tier) == 0
 
 
-@tiers
-def test_blocks_that_were_freed_are_not_stored(make: Make, tmp_path: Path) -> None:
-    pool = Pool()
-    with opened(make, pool.cache, tmp_path) as tier:
-        blocks, side, _ = pool.request()
-        pool.allocator.free(blocks)
-        with pytest.raises(StaleBlocks):
-            tier.store(KEYS, side, PLACES, FENCE)
-        pool.request()  # the same blocks again, with other contents
-        with pytest.raises(StaleBlocks):
-            tier.store(KEYS, side, PLACES, FENCE)
-        assert stored(tier) == 0
+def test_blocks_that_were_freed_are_not_stored(pool: Pool, tier: Tier) -> None:
+    blocks, side, _ = pool.request()
+    pool.allocator.free(blocks)
+    with pytest.raises(StaleBlocks):
+        tier.store(KEYS, side, PLACES, FENCE)
+    pool.request()  # the same blocks again, with other contents
+    with pytest.raises(StaleBlocks):
+        tier.store(KEYS, side, PLACES, FENCE)
+    assert stored(tier) == 0
 
 
-def reuse_during_a_store(make: Make, folder: Path) -> None:
+def reuse_during_a_store(pool: Pool, tier: Tier) -> None:
     """The request ends while its store waits, and another one asks for blocks at once."""
-    pool, gate = Pool(), threading.Event()
-    with opened(make, pool.cache, folder) as tier:
-        blocks, side, rows = pool.request()
-        storing = tier.store(KEYS, side, PLACES, lambda: (gate.wait(SECONDS), None)[1])
-        behind = tier.store(one_block_prompts(8, first=50), side, PLACES, FENCE)  # and one that is only queued
-        pool.allocator.free(blocks)
-        try:
-            for count in (3, 2, 1):
-                try:
-                    pool.request(count)
-                except OutOfBlocks:
-                    continue
-        finally:
-            gate.set()
-        assert storing.result(SECONDS).num_blocks == 3
-        assert behind.result(SECONDS).num_blocks == 3
-        assert torch.equal(pool.loaded(tier), rows)
-        # The other one has the fourth; of the three none was left out or given twice.
-        wait_until(lambda: pool.num_free() == 3, "the blocks back")
+    gate = threading.Event()
+    blocks, side, rows = pool.request()
+    storing = tier.store(KEYS, side, PLACES, lambda: (gate.wait(SECONDS), None)[1])
+    behind = tier.store(one_block_prompts(8, first=50), side, PLACES, FENCE)  # and one that is only queued
+    pool.allocator.free(blocks)
+    try:
+        for count in (3, 2, 1):
+            try:
+                pool.request(count)
+            except OutOfBlocks:
+                continue
+    finally:
+        gate.set()
+    assert storing.result(SECONDS).num_blocks == 3
+    assert behind.result(SECONDS).num_blocks == 3
+    assert torch.equal(pool.loaded(tier), rows)
+    # The other one has the fourth; of the three none was left out or given twice.
+    wait_until(lambda: pool.num_free() == 3, "the blocks back")
 
 
-@tiers
-def test_blocks_of_a_store_under_way_are_not_reused_whoever_calls(make: Make, tmp_path: Path) -> None:
-    reuse_during_a_store(make, tmp_path)
+def test_blocks_of_a_store_under_way_are_not_reused_whoever_calls(pool: Pool, tier: Tier) -> None:
+    reuse_during_a_store(pool, tier)
 
 
-@tiers
 def test_tooth_a_store_that_holds_nothing_copies_anothers_bytes(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shelved, "take_hold", lambda *_: lambda: None)
     with pytest.raises(AssertionError):
-        reuse_during_a_store(make, tmp_path)
+        reuse_during_a_store(pool, tier)
 
 
-def test_a_store_that_fails_is_refused_or_never_begins_gives_its_blocks_back(tmp_path: Path) -> None:
-    pool, gate, begun = Pool(), threading.Event(), threading.Event()
+def test_a_store_that_fails_is_refused_or_never_begins_gives_its_blocks_back(pool: Pool) -> None:
+    gate, begun = threading.Event(), threading.Event()
     _, side, _ = pool.request()
 
     def fence() -> None:
@@ -213,12 +199,11 @@ def test_a_store_that_fails_is_refused_or_never_begins_gives_its_blocks_back(tmp
     tier.close()
 
 
-def test_the_null_block_needs_no_hold(tmp_path: Path) -> None:
-    pool = Pool()
-    with opened(cpu, pool.cache, tmp_path) as tier:
-        blocks, side, _ = pool.request()
-        table = np.concatenate([ids(0), side.tables[0]])
-        moved = tier.store(
-            KEYS, Side(pool.cache, (table,), hold=Hold(blocks, pool.allocator)), (np.arange(4),), FENCE
-        ).result(SECONDS)
-        assert (moved.num_blocks, len(moved.failed)) == (3, 1)
+@only_cpu
+def test_the_null_block_needs_no_hold(pool: Pool, tier: Tier) -> None:
+    blocks, side, _ = pool.request()
+    table = np.concatenate([ids(0), side.tables[0]])
+    moved = tier.store(
+        KEYS, Side(pool.cache, (table,), hold=Hold(blocks, pool.allocator)), (np.arange(4),), FENCE
+    ).result(SECONDS)
+    assert (moved.num_blocks, len(moved.failed)) == (3, 1)

@@ -4,7 +4,7 @@ import threading
 import time
 
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, TransferAborted, TransferError
-from pdtx.testing.contract.subject import Subject, require_works, soon, start
+from pdtx.testing.contract.subject import Subject, large_scene, require_works, soon, start
 from pdtx.testing.pair import require, require_error
 from pdtx.testing.receivers import Gate, GrantingReceiver
 from pdtx.testing.scene import Scene
@@ -52,8 +52,7 @@ def check_cancel(subject: Subject) -> None:
     gate = Gate()
     with subject.held_pair(gate) as pair:
         connection = pair.connect()
-        # More than kernels buffer, so that the second cannot have begun while the receiver does not take the first.
-        first = Scene(num_layers=4, tokens=1500, heads=8, head_size=128, block_sizes=(64, 64))
+        first = large_scene()
         second = Scene(seed=1)
         moving = start(pair, connection, first, first.plan())
         gate.wait_reached()
@@ -100,7 +99,7 @@ def check_close_with_work_pending(subject: Subject) -> None:
     with subject.held_pair(gate) as pair:
         connection = pair.connect()
         scenes = [Scene(seed=seed, num_layers=1) for seed in range(8)]
-        scenes[0] = Scene(num_layers=4, tokens=1500, heads=8, head_size=128, block_sizes=(64, 64))
+        scenes[0] = large_scene()
         handles = [start(pair, connection, scene, scene.plan()) for scene in scenes]
         gate.wait_reached()
         begun = time.monotonic()

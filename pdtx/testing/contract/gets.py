@@ -17,7 +17,7 @@ from pdtx.errors import (
 )
 from pdtx.layout import LAYOUT_ORDERS
 from pdtx.plan import Runs, Slices, TransferPlan
-from pdtx.testing.contract.subject import Subject, get, offer, require_works, soon, start, start_get
+from pdtx.testing.contract.subject import Subject, get, large_scene, offer, require_works, soon, start, start_get
 from pdtx.testing.pair import MoverPair, require, require_error
 from pdtx.testing.receivers import Gate, GrantingReceiver, Placed
 from pdtx.testing.scene import Scene
@@ -151,8 +151,7 @@ def check_get_cancel(subject: Subject) -> None:
     gate = Gate()
     with subject.held_pair(gate) as pair:
         connection = pair.connect()
-        # More than kernels buffer, so that the second cannot have begun while the receiver does not take the first.
-        first = Scene(num_layers=4, tokens=1500, heads=8, head_size=128, block_sizes=(64, 64))
+        first = large_scene()
         second = Scene(seed=1)
         moving = start(pair, connection, first, first.plan())
         gate.wait_reached()

@@ -54,6 +54,11 @@ def soon(seconds: float = PATIENCE_S) -> float:
     return time.monotonic() + seconds
 
 
+def large_scene() -> Scene:
+    """More than kernels buffer: while the receiver does not take it, nothing behind it can have begun."""
+    return Scene(num_layers=4, tokens=1500, heads=8, head_size=128, block_sizes=(64, 64))
+
+
 def start(
     pair: MoverPair,
     connection: Connection,
