@@ -12,13 +12,15 @@ import msgpack
 import msgspec
 from msgspec import Meta
 
-from pdtx.errors import IncompatiblePeer, ProtocolError
+from pdtx.arguments import MAX_SECONDS, shown
+from pdtx.errors import IncompatiblePeer, InputError, ProtocolError
 
 PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANKS = 1024
 _MAX_ITEMS = 1 << 22
 MAX_TOKENS = 1 << 21
+MAX_COUNT = 1 << 62
 _MAX_TEXT = 1 << 20
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 4096
 _MAX_ERROR = 300
@@ -32,9 +34,9 @@ MAX_TIER_HASHES = 32 << 20
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")]
 Word = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
-Positive = Annotated[int, Meta(ge=1, le=2**62)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 Counts = Annotated[list[Count], Meta(max_length=_MAX_ITEMS)]
 Layer = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:/+-]+\Z")]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -45,6 +47,14 @@ Places = Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_TIER_BLOCKS)]], Meta(ma
 ContentHashes = Annotated[list[Annotated[bytes, Meta(max_length=16 * _MAX_GROUPS)]], Meta(max_length=MAX_TIER_BLOCKS)]
 SpecField = Count | Word | None | Annotated[list[Word | Extents], Meta(max_length=64)]
 """A field of a spec: a number, a name, or the names or shapes of a layer's states."""
+
+
+def request_id_of(value: object) -> str:
+    """Return a request id that messages can carry. Raises InputError for anything else."""
+    try:
+        return str(msgspec.convert(value, Id))
+    except msgspec.ValidationError:
+        raise InputError(f"request id {shown(value)} cannot be sent; give 1 to 128 of A-Z a-z 0-9 . _ : + -") from None
 
 
 def _require_distinct(what: str, names: Sequence[str]) -> None:
@@ -395,8 +405,8 @@ def encode(message: Message) -> bytes:
 
     Raises ProtocolError for a message that the peer's decode() would refuse: better where it was made than there.
     """
-    fields = msgspec.to_builtins(message, builtin_types=(bytes,))
     try:
+        fields = msgspec.to_builtins(message, builtin_types=(bytes,))
         _convert(fields)
         data: bytes = msgpack.packb(fields, use_bin_type=True)
     except (ProtocolError, ValueError, TypeError, OverflowError) as error:

@@ -763,7 +763,7 @@ def test_a_request_id_in_use_is_refused() -> None:
 
 def test_a_request_id_that_cannot_be_sent_is_refused_at_once() -> None:
     with Pair() as pair:
-        with pytest.raises(ProtocolError, match="request_id"):
+        with pytest.raises(InputError, match=r"request id 'no spaces.n' cannot be sent"):
             begin(pair.producer, 20, "no spaces\n")
         assert not pair.producer.core.requests
 

@@ -9,7 +9,7 @@ import pytest
 from pdtx.engine import InboundRequest, KVProducer
 from pdtx.engine.shipping import Item
 from pdtx.engine.states import OutboundState
-from pdtx.errors import PdtxError, PeerLost, ProtocolError
+from pdtx.errors import InputError, PdtxError, PeerLost
 from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference, Refuse
 from pdtx.sidechannel import Dialer
 from pdtx.transports import make_mover
@@ -19,7 +19,7 @@ from tests.test_engine_callers_blocks import TOKENS, Callers, poll
 
 def test_a_request_that_no_message_can_carry_leaves_its_blocks_to_the_caller() -> None:
     with Callers() as both:
-        with pytest.raises(ProtocolError):
+        with pytest.raises(InputError, match="request id 'no id has a space' cannot be sent"):
             both.begin("no id has a space")
         assert not getattr(both.producer.pool, "num_leases")  # noqa: B009 - of CallerBlocks
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from pdtx.api.planning import Plan, RankPlan
+from pdtx.arguments import seconds
 from pdtx.cache import KVCaches
 from pdtx.cache.foreign import AnyMemory, memories
 from pdtx.errors import AuthenticationFailed, DeadlineExceeded, InputError, PdtxError, TransferError, TransferRefused
@@ -134,6 +135,7 @@ def receive(
     address: HOST:PORT, port 0 for any. timeout_s: in which all must have arrived. A transport listens once.
     Raises AddressInUse, InputError for memory that the plan does not fit.
     """
+    timeout_s = seconds("timeout_s", timeout_s)
     layouts = [one.plan.dst.layout for one in plan.ranks]
     regions = _regions(destination, max(one.destination_rank for one in plan.ranks) + 1, layouts[0], "destination")
     return Receiving(transport, plan, regions, address, timeout_s)
@@ -153,6 +155,7 @@ def send(
     The receiver must have made its plan from the same layouts, tokens and sizes; of the other side's block table only
     the length counts. Raises PeerUnreachable, AuthenticationFailed, TransferError or DeadlineExceeded, InputError.
     """
+    timeout_s = seconds("timeout_s", timeout_s)
     layouts = [one.plan.src.layout for one in plan.ranks]
     regions = _regions(source, max(one.source_rank for one in plan.ranks) + 1, layouts[0], "source")
     deadline = time.monotonic() + timeout_s
@@ -164,8 +167,8 @@ def send(
         ]
         for handle in handles:
             handle.wait()
-        seconds = max(handle.ended for handle in handles) - min(handle.posted for handle in handles)
-        return Sent(plan.nbytes, seconds, connection.path)
+        took = max(handle.ended for handle in handles) - min(handle.posted for handle in handles)
+        return Sent(plan.nbytes, took, connection.path)
     finally:
         connection.close()
 

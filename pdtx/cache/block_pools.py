@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pdtx.arguments import shown
 from pdtx.cache.allocator import Blocks
 from pdtx.cache.group_allocator import GroupBlocks
 from pdtx.cache.groups import CacheGroup
@@ -106,13 +107,13 @@ class CallerBlocks:
     """
 
     def __init__(self, groups: Sequence[CacheGroup], on_free: Callable[[CallerTables], None] | None = None) -> None:
-        self._groups, self._on_free = tuple(groups), on_free
+        self.groups, self._on_free = tuple(groups), on_free
         self._leases, self._next, self._lock = dict[int, _Lease](), 0, threading.Lock()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The groups, in the order of tables."""
-        return tuple(group.name for group in self._groups)
+        return tuple(group.name for group in self.groups)
 
     @property
     def num_leases(self) -> int:
@@ -148,11 +149,15 @@ class CallerBlocks:
             return lease.tables
 
     def _checked(self, tables: BlockTables) -> list[Int64s]:
-        if len(tables) != len(self._groups):
-            raise CacheError(f"{len(tables)} block tables were given, there are {len(self._groups)} groups")
-        ids = [_check_table(group, table) for group, table in zip(self._groups, tables, strict=True)]
+        try:
+            given = list(tables)
+        except TypeError:
+            raise CacheError(f"block tables are {shown(tables)}; give a list of them, one for each group") from None
+        if len(given) != len(self.groups):
+            raise CacheError(f"{len(given)} block tables were given, there are {len(self.groups)} groups")
+        ids = [_check_table(group, table) for group, table in zip(self.groups, given, strict=True)]
         by_pool = dict[str, list[Int64s]]()
-        for group, own in zip(self._groups, ids, strict=True):
+        for group, own in zip(self.groups, ids, strict=True):
             by_pool.setdefault(f"pool {group.pool}" if group.pool else f"group {group.name}", []).append(own)
         for name, each in by_pool.items():
             _check_distinct(name, np.concatenate(each))
@@ -209,7 +214,7 @@ class CallerBlocks:
             over = lease.freed and not lease.holds and self._leases.pop(lease.tables.lease, None) is not None
         if over and self._on_free is not None:
             self._on_free(lease.tables)
-        return tuple(np.empty(0, np.int64) for _ in self._groups)
+        return tuple(np.empty(0, np.int64) for _ in self.groups)
 
 
 def _caller_tables(ids: Sequence[Int64s], lease: int) -> CallerTables:
@@ -218,15 +223,18 @@ def _caller_tables(ids: Sequence[Int64s], lease: int) -> CallerTables:
 
 def _check_table(group: CacheGroup, table: Sequence[int] | Int64s) -> Int64s:
     """Return a table as an array of its own, int64, that cannot be changed. Raises CacheError for ids of no block."""
-    given = np.asarray(table)
+    try:
+        given = np.asarray(table)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of other lengths inside; memory of another device
+        raise CacheError(f"group {group.name}: a block table is a list of ids, not {shown(table)}: {error}") from None
     if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
         raise CacheError(
             f"group {group.name}: a block table is a list of ids, not {given.dtype} of shape {given.shape}"
         )
-    ids: Int64s = given.astype(np.int64)
-    outside = ids[(ids < NULL_BLOCK) | (ids >= group.num_blocks)]
+    outside = given[(given < NULL_BLOCK) | (given >= group.num_blocks)]
     if len(outside):
         raise CacheError(f"group {group.name}: block id {outside[0]} is outside its pool of {group.num_blocks} blocks")
+    ids: Int64s = given.astype(np.int64)
     ids.setflags(write=False)
     return ids
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pdtx.address import join_address, parse_address
+from pdtx.arguments import integer, seconds
 from pdtx.cache import (
     BlockTables,
     CallerBlocks,
@@ -40,7 +41,7 @@ from pdtx.errors import (
 )
 from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import CacheDescription, DataEndpoint, Finished, Hello, Message
+from pdtx.protocol import MAX_TOKENS, CacheDescription, DataEndpoint, Finished, Hello, Message, encode, request_id_of
 from pdtx.sidechannel import Listener, Security
 from pdtx.text import reason_of
 from pdtx.tiers import Moved
@@ -83,7 +84,7 @@ class KVConsumer:
         blocks: CallerBlocks | None = None,
     ) -> None:
         self.cache, self.description, self.mover, self.prefix = cache, description, mover, prefix
-        self.verifies, self.max_deadline_s = verify, max_deadline_s
+        self.verifies, self.max_deadline_s = verify, seconds("max_deadline_s", max_deadline_s)
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
         if blocks is not None and prefix is not None:
             raise InputError("tiers load into blocks of this node's own pool; give prefix or blocks, not both")
@@ -97,7 +98,7 @@ class KVConsumer:
             self.receiver,
             effects,
             align=prefix.block_tokens if prefix is not None else 1,
-            max_deadline_s=max_deadline_s,
+            max_deadline_s=self.max_deadline_s,
             scrubs=verify,
         )
         self.registration = CacheRegistration()
@@ -208,7 +209,8 @@ class KVConsumer:
         self.control.post(self.core.release, request)
 
     def finish(self, request: InboundRequest, finished: Finished) -> None:
-        """End a request well, and tell the producer how."""
+        """End a request well, and tell the producer how. Raises ProtocolError for what no message can carry."""
+        encode(finished)  # before the request ends, of which the producer would not learn otherwise
         self.control.call(self.core.finish, request, finished)
 
     def fail(self, request: InboundRequest, error: PdtxError) -> None:
@@ -235,18 +237,15 @@ class KVConsumer:
         It may be called before a producer asks for the request, or after. cached_tokens: of its beginning, that are in
         the blocks already: they are not sent, and blocks that hold them are not touched. deadline_s: from now, within
         which all of it must have arrived. poll() tells how it ended.
-        Raises CacheError or InputError for tables that cannot be, InputError for a request id in use.
+        Raises CacheError or InputError for tables that cannot be, InputError for a request id in use and for what a
+        request cannot have.
         """
         if not isinstance(self.pool, CallerBlocks):
             raise InputError("this consumer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
-        if not (0.0 < deadline_s < float("inf")):
-            raise InputError(f"deadline_s is {deadline_s}; give the seconds within which the request must have arrived")
-        if num_tokens < 1:
-            raise InputError(f"num_tokens is {num_tokens}; a request has one token at least")
-        if not 0 <= cached_tokens <= num_tokens:
-            raise InputError(f"cached_tokens is {cached_tokens}; give 0 to num_tokens, which is {num_tokens}")
-        blocks = self.pool.take(tables)
-        expected = Expectation(request_id, num_tokens, blocks, cached_tokens, time.monotonic() + deadline_s)
+        name, deadline = request_id_of(request_id), time.monotonic() + seconds("deadline_s", deadline_s)
+        count = integer("num_tokens", num_tokens, 1, MAX_TOKENS)
+        cached = integer("cached_tokens", cached_tokens, 0, count)
+        expected = Expectation(name, count, self.pool.take(tables), cached, deadline)
         expected.owner = self.control
         try:
             self.control.call(self.core.expect, expected)

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from pdtx.arguments import integer, integers, seconds
 from pdtx.cache import BlockTables, CallerBlocks, CallerTables, GroupAllocator, GroupBlocks, KVCaches, record_fence
 from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
@@ -24,7 +25,18 @@ from pdtx.errors import (
     TransferAborted,
 )
 from pdtx.plan import CostTable, Mode
-from pdtx.protocol import CacheDescription, Finished, Message, Reference, Reject, Welcome, encode
+from pdtx.protocol import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    CacheDescription,
+    Finished,
+    Message,
+    Reference,
+    Reject,
+    Welcome,
+    encode,
+    request_id_of,
+)
 from pdtx.sidechannel import Security
 from pdtx.transports import Mover, Path, TransferHandle
 from pdtx.transports.base import PathKind
@@ -144,19 +156,22 @@ class KVProducer:
         num_tokens: of the prompt, where token_ids are not named; a consumer's tiers need those. max_tokens: that the
         consumer is to generate; 0 where it decides by itself. timeout_s: within which the consumer must have finished.
         tables: a block table for each group, where blocks are the caller's; they may grow by extend().
-        Raises OutOfBlocks, InputError for a request id in use, CacheError for tables that cannot be, ProtocolError for
-        a request that no message can carry, or what ended the last session for good.
+        Raises OutOfBlocks; InputError for what a request cannot have, a request id in use, or before connect();
+        CacheError for tables that cannot be, ProtocolError for a request that no message can carry, or what ended the
+        last session for good.
         """
-        count = len(token_ids) if num_tokens is None else num_tokens
-        if len(token_ids) not in (0, count):
-            raise InputError(f"request {request_id}: {len(token_ids)} token_ids, and num_tokens is {count}")
+        request_id = request_id_of(request_id)
+        tokens = integers("token_ids", token_ids, 0, MAX_COUNT)
+        count = len(tokens) if num_tokens is None else integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if len(tokens) not in (0, count):
+            raise InputError(f"request {request_id}: {len(tokens)} token_ids, and num_tokens is {count}")
         request = OutboundRequest(
             request_id,
             count,
-            time.monotonic() + timeout_s,
-            token_ids=token_ids,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
+            time.monotonic() + seconds("timeout_s", timeout_s),
+            token_ids=tokens,
+            max_tokens=integer("max_tokens", max_tokens, 0, MAX_TOKENS),
+            ignore_eos=bool(ignore_eos),
             device=self.cache.device,
         )
         request.encode_ask()  # before blocks are taken, which nobody would give back if it raised
@@ -199,6 +214,10 @@ class KVProducer:
         buffer: the index in cache.buffers; layer: in that buffer. Returns at once. Ships nothing for a layer that the
         consumer does not have, and only positions that it needs. Raises InputError for what the cache does not have.
         """
+        buffer, layer, start, stop = (
+            integer(name, value, -MAX_COUNT, MAX_COUNT)
+            for name, value in (("buffer", buffer), ("layer", layer), ("start", start), ("stop", stop))
+        )
         self._check_slice(request, buffer, layer, start, stop)
         ready = ReadySlice(buffer, layer, start, stop, record_fence(self.cache.device))
         self.control.post(self.core.on_ready, request, ready)
@@ -226,8 +245,8 @@ class KVProducer:
 
         Raises InputError for what is no token.
         """
-        if first_token is not None and first_token < 0:
-            raise InputError(f"request {request.request_id}: first_token is {first_token}; give a token's id, or None")
+        if first_token is not None:
+            first_token = integer(f"request {request.request_id}: first_token", first_token, 0, MAX_COUNT)
         self.control.post(self.core.computed, request, first_token)
 
     def cancel(self, request: OutboundRequest, reason: str) -> None:

@@ -3,14 +3,17 @@
 import logging
 
 from pdtx.address import is_loopback
+from pdtx.arguments import shown
 from pdtx.errors import InputError
 from pdtx.sidechannel.keys import Security, check_key
 
 logger = logging.getLogger(__name__)
 
 
-def require_protection(host: str, security: Security) -> None:
+def require_protection(host: str, security: object) -> None:
     """Raise InputError for keys half given or malformed, or an address off loopback with neither keys nor waiver."""
+    if not isinstance(security, Security):
+        raise InputError(f"security is {shown(security)}; give Security(...), without keys on loopback only")
     own = security.own
     if own is not None and not security.peer_public:
         raise InputError("a secret key needs the peers' public keys beside it: give --peer-key")
