@@ -11,7 +11,7 @@ from pdtx.arguments import shown
 from pdtx.cache.allocator import Blocks
 from pdtx.cache.group_allocator import GroupBlocks
 from pdtx.cache.groups import CacheGroup
-from pdtx.errors import CacheError, StaleBlocks
+from pdtx.errors import CacheError, InputError, StaleBlocks
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 
@@ -109,6 +109,15 @@ class CallerBlocks:
     def __init__(self, groups: Sequence[CacheGroup], on_free: Callable[[CallerTables], None] | None = None) -> None:
         self.groups, self._on_free = tuple(groups), on_free
         self._leases, self._next, self._lock = dict[int, _Lease](), 0, threading.Lock()
+
+    def require_for(self, groups: Sequence[CacheGroup]) -> None:
+        """Raise InputError unless these are blocks of a cache of such groups."""
+        if self.groups != tuple(groups):
+            mine, theirs = ([f"{each.name} of {each.num_blocks} blocks" for each in of] for of in (self.groups, groups))
+            raise InputError(
+                f"these CallerBlocks are of another cache, with {', '.join(mine)}; this one has {', '.join(theirs)}: "
+                "give CallerBlocks(cache.groups)"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from pdtx.cache import (
     record_fence,
 )
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
-from pdtx.engine.describe import facts_of
+from pdtx.engine.describe import own_facts
 from pdtx.engine.handshake import make_reject, make_welcome
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
 from pdtx.engine.inbound_control import InboundControl
@@ -69,6 +69,8 @@ class KVConsumer:
     plan_layout: the layout to plan the first buffer with instead of its own: a deliberate fault, for tests.
     blocks: the caller's, who says by expect() into which blocks a request goes and learns by poll() how it ended; no
     decode loop is needed then, and verification has been done by then.
+
+    Raises InputError for the description, or blocks, of another cache.
     """
 
     def __init__(
@@ -88,12 +90,14 @@ class KVConsumer:
         self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
         if blocks is not None and prefix is not None:
             raise InputError("tiers load into blocks of this node's own pool; give prefix or blocks, not both")
+        if blocks is not None:
+            blocks.require_for(cache.groups)
         self.pool: GroupAllocator | CallerBlocks = blocks or GroupAllocator.of(cache.groups)
         effects = _Effects(self)
         self.receiver = PayloadReceiver(cache, effects, plan_layout)
         self.core = InboundControl(
             cache,
-            facts_of(description, whose="this node's"),
+            own_facts(cache, description),
             self.pool,
             self.receiver,
             effects,

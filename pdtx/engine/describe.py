@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from pdtx.arguments import shown
 from pdtx.engine.specs import spec_fields, spec_of
-from pdtx.errors import PdtxError, ProtocolError
+from pdtx.errors import InputError, PdtxError, ProtocolError
 from pdtx.kvspec import KVCacheSpec
 from pdtx.layout import AnyLayout, Layout, any_layout
 from pdtx.parallel import rank_spec
@@ -78,6 +81,32 @@ def _describe_buffer(buffer: "PagedBuffer", group: str) -> BufferDescription:
         size_bytes=layout.size_bytes,
         kernel_block_size=layout.block_size if split else None,
     )
+
+
+def own_facts(cache: "KVCaches", description: CacheDescription) -> CacheFacts:
+    """Return the facts of a node's own cache. Raises InputError for the description of another cache."""
+    own = describe_cache(cache, model=description.model, fingerprint=description.fingerprint)
+    own = msgspec.structs.replace(own, device=description.device)  # a text, for people
+    found = _difference(msgspec.to_builtins(description), msgspec.to_builtins(own), "")
+    if found is not None:
+        where, given, meant = found
+        raise InputError(
+            f"the description is not this cache's: {where} is {shown(given)}, the cache has {shown(meant)}; give "
+            "describe_cache(cache, ...)"
+        )
+    return facts_of(description, whose="this node's")
+
+
+def _difference(given: object, meant: object, where: str) -> tuple[str, object, object] | None:
+    """Return where two descriptions differ first, and what each has there."""
+    if isinstance(given, dict) and isinstance(meant, dict):
+        parts = [(f"{where}.{name}".lstrip("."), given.get(name), meant.get(name)) for name in {**meant, **given}]
+    elif isinstance(given, list) and isinstance(meant, list) and len(given) == len(meant):
+        parts = [(f"{where}[{at}]", *pair) for at, pair in enumerate(zip(given, meant, strict=True))]
+    else:
+        return None if given == meant else (where, given, meant)
+    differences = (_difference(ours, theirs, at) for at, ours, theirs in parts)
+    return next((found for found in differences if found is not None), None)
 
 
 def facts_of(description: CacheDescription, *, whose: str = "the peer's") -> CacheFacts:

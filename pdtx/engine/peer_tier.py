@@ -14,7 +14,7 @@ import numpy as np
 from pdtx import __version__
 from pdtx.cache import KVCaches
 from pdtx.engine.control_channel import ControlChannel
-from pdtx.engine.describe import facts_of
+from pdtx.engine.describe import facts_of, own_facts
 from pdtx.engine.matching import match_caches
 from pdtx.engine.peer_loads import PeerLease, Piece, Way
 from pdtx.engine.registering import regions_of, register_cache
@@ -83,7 +83,7 @@ class PeerTier(Tier):
         self.address, self.cache, self.mover, self.block_tokens = address, cache, mover, block_tokens
         self.answer_s, self.load_s = answer_s, load_s
         self.engine_id = f"reader-{uuid.uuid4().hex[:8]}"
-        self._facts = facts_of(description, whose="this node's")
+        self._facts = own_facts(cache, description)
         self._regions, self.plans = regions_of(cache), PlanCache()
         self._costs, _ = (costs or CostTable({})).of(mover.name, cache.device.type)
         sizes = (nbytes // group.block_size for nbytes, group in zip(block_nbytes(cache), cache.groups, strict=True))

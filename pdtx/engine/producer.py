@@ -9,7 +9,7 @@ from pdtx.arguments import integer, integers, seconds
 from pdtx.cache import BlockTables, CallerBlocks, CallerTables, GroupAllocator, GroupBlocks, KVCaches, record_fence
 from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
-from pdtx.engine.describe import facts_of
+from pdtx.engine.describe import own_facts
 from pdtx.engine.opening import SessionOpener
 from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
 from pdtx.engine.outbound_control import OutboundControl
@@ -54,6 +54,8 @@ class KVProducer:
     The life of a request: begin() asks for a grant; layer_ready() as each layer is computed; computed() after the last
     one; wait(), or poll(), for what the consumer made of it. Blocks are given back when the consumer releases them, or
     when the request has ended and no transfer reads them any more.
+
+    Raises InputError for the description, or blocks, of another cache.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class KVProducer:
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
         self.registration = CacheRegistration()
+        if blocks is not None:
+            blocks.require_for(cache.groups)
         self.pool: GroupAllocator | CallerBlocks = blocks or GroupAllocator.of(cache.groups)
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
-        facts = facts_of(description, whose="this node's")
+        facts = own_facts(cache, description)
         self._opener = SessionOpener(self.engine_id, cache, facts, mover, mode=mode, costs=costs or CostTable({}))
         self._bell = threading.Condition()
         self._channel: ControlChannel | None = None

@@ -11,7 +11,7 @@ import numpy as np
 
 from pdtx import __version__
 from pdtx.address import join_address, parse_address
-from pdtx.engine.describe import facts_of
+from pdtx.engine.describe import facts_of, own_facts
 from pdtx.engine.handshake import make_reject, new_session
 from pdtx.engine.inbound import Session
 from pdtx.engine.matching import BufferMatch, Match, match_caches
@@ -77,7 +77,7 @@ class TierServer:
         """description: of tier.cache, see describe_cache."""
         self.tier, self.mover, self.lease_s = tier, mover, lease_s
         self.engine_id = f"tier-{uuid.uuid4().hex[:8]}"
-        self._facts = facts_of(description, whose="this node's tier's")
+        self._facts = own_facts(tier.cache, description)
         self._most_blocks = [max(1, int(_MOST_SHARE * (group.num_blocks - 1))) for group in tier.cache.groups]
         self._regions, self._plans = regions_of(tier.cache), PlanCache()
         self._sessions: dict[str, Session] = {}
