@@ -155,8 +155,13 @@ class KVConsumer:
         """Serve producers at address ("HOST:PORT"), their payloads at data_port of the same host; return the address.
 
         The cache is registered with the transport before. Raises AddressInUse, TransferError for memory that cannot be
-        registered, or InputError, for a wildcard address among others if the transport has none to advertise.
+        registered, or InputError: for a wildcard address if the transport has none to advertise, among others, or for a
+        consumer that listens already or was closed.
         """
+        if self.core.closing is not None:
+            raise InputError(f"{self.core.closing}; make another consumer")
+        if self._listener is not None:
+            raise InputError(f"this consumer listens at {self._listener.endpoint} already; make another one")
         self.registration = register_cache(self.mover, self.cache)
         host, _ = parse_address(address)
         bound = self.mover.listen(join_address(host, data_port), self.receiver)

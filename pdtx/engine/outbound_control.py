@@ -161,8 +161,8 @@ class OutboundControl:
     def begin(self, request: OutboundRequest, places: Sequence[range]) -> None:
         """Take blocks for a request, and ask for a grant as soon as there is a session.
 
-        places: of each group's table that need a block. Raises OutOfBlocks, InputError for a request id in use, or
-        what ended the last session for good.
+        places: of each group's table that need a block. Raises OutOfBlocks, InputError for a request id in use or
+        where there was no session yet, or what ended the last session for good.
         """
         self._check_new(request)
         if isinstance(self.pool, CallerBlocks):
@@ -187,6 +187,8 @@ class OutboundControl:
     def _check_new(self, request: OutboundRequest) -> None:
         if self.session.over is not None:
             raise self.session.over
+        if self.session.route is None:
+            raise InputError("this producer is not connected; call connect() before begin()")
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use")
 

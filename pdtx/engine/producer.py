@@ -114,8 +114,11 @@ class KVProducer:
 
         require: what must carry the payload. Raises WrongTransport if something else would, before any payload;
         PeerUnreachable, AuthenticationFailed, IncompatiblePeer, ProtocolError or DeadlineExceeded; TransferError for a
-        cache that cannot be registered, InputError if it is to be staged by a transport that cannot.
+        cache that cannot be registered; InputError if it is to be staged by a transport that cannot, or for a producer
+        that was closed.
         """
+        timeout_s = seconds("timeout_s", timeout_s)
+        self._require_open()
         if self.core.session.route is not None:
             raise InputError(f"this producer is connected to {self.peer}; make another one for another consumer")
         self.registration = register_cache(self.mover, self.cache)
@@ -127,6 +130,16 @@ class KVProducer:
             channel.close()  # or its heartbeats would keep the consumer's session alive
             raise
         self.control.call(self.core.on_opened, route, channel.lost)
+        try:
+            self._require_open()
+        except InputError:  # close() may have looked for something to close before this was there
+            route.connection.close()
+            channel.close()
+            raise
+
+    def _require_open(self) -> None:
+        if self.core.session.over is not None:
+            raise InputError(f"{self.core.session.over}; make another producer")
 
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""
