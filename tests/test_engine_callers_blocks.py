@@ -272,7 +272,7 @@ def test_another_number_of_tokens_fails_both_sides_with_both_numbers() -> None:
         callers.begin()
         text = f"the prompt has {TOKENS} tokens, and {TOKENS + 1} are expected here"
         assert text in str(callers.arrived().error)
-        assert text in str(callers.ended().error)
+        assert f"failed in expect(): {text}" in str(callers.ended().error)
 
 
 @pytest.mark.parametrize(
@@ -330,10 +330,18 @@ def test_nobody_waits_longer_than_the_deadline_of_the_expectation(asked: bool) -
 def test_a_request_that_nobody_expects_ends_by_its_deadline() -> None:
     with Callers() as callers:
         request = callers.producer.begin("r", num_tokens=TOKENS, tables=[[3, 1, 7]], timeout_s=0.5)
-        with pytest.raises(TransferError, match=r"waiting for (free blocks|a grant of blocks)"):
+        with pytest.raises(TransferError, match=r"waiting for (expect\(\) from the decode node|a grant of blocks)"):
             callers.producer.wait(request)
         assert callers.ended() is request
         assert not callers.consumer.poll()
+
+
+def test_a_request_that_is_not_expected_as_yet_ends_in_that_phase() -> None:
+    with Callers() as callers:
+        callers.begin()
+        wait_until(lambda: bool(callers.consumer.core.expectations.unmatched), "the request")
+        callers.consumer.cancel("r", "enough")
+        assert "failed in expect(): request r was cancelled: enough" in str(callers.ended().error)
 
 
 def test_closing_reports_what_was_expected() -> None:

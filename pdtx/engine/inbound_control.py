@@ -53,6 +53,10 @@ MAX_REQUESTS = 20_000
 """Requests of one producer that may be under way at once."""
 
 
+_UNEXPECTED = "expect()"
+"""What a request waits for before the caller, whose blocks they are, has said where it goes."""
+
+
 class InboundEffects(Protocol):
     """What the control of a consumer brings about. None of these blocks."""
 
@@ -290,7 +294,7 @@ class InboundControl:
         """
         if request.has_ended:
             return False
-        phase, request.error = request.state.value, error
+        phase, request.error = self._phase(request), error
         self.num_ended += 1
         self.num_failed += error is not None
         self.num_expired += isinstance(error, DeadlineExceeded)
@@ -308,6 +312,11 @@ class InboundControl:
         if is_idle:
             self._return_blocks(request)
         return True
+
+    def _phase(self, request: InboundRequest) -> str:
+        """Return what a request waits for, for messages."""
+        waits = request.state is InboundState.QUEUED
+        return _UNEXPECTED if waits and self.queue is None else request.state.value
 
     def _forget(self, request: InboundRequest) -> None:
         peer = request.session.peer
@@ -362,8 +371,10 @@ class InboundControl:
         late = [request for request in self.requests.values() if request.deadline < now]
         for request in late:
             detail = f"{request.received_bytes} bytes received; {request.lacking()}"
-            waited = round(request.deadline - request.begun, 3)
-            self.end(request, DeadlineExceeded(request.state.value, request.session.engine_id, waited, detail))
+            phase, peer, waited = self._phase(request), request.session.engine_id, request.deadline - request.begun
+            if phase is _UNEXPECTED:
+                detail, peer = f"nothing was said here about request {request.request_id}", "the decode node"
+            self.end(request, DeadlineExceeded(phase, peer, round(waited, 3), detail))
         if late:
             self.grant_queued()
         self.expectations.tick(now)
