@@ -26,6 +26,7 @@ from pdtx.node import (
     PrefillNode,
     Prompt,
     TierConfig,
+    TransportConfig,
 )
 from pdtx.serving import Job
 from pdtx.tiers.prefix import Fetched, PrefixCache
@@ -351,6 +352,24 @@ def test_prompts_that_cannot_be_used_are_refused() -> None:
         with pytest.raises(InputError, match="started already"):
             decode.__enter__()
         assert prefill.run([Prompt(token_ids=[1])])[0].ok
+
+
+def test_layers_that_the_model_does_not_have_are_refused() -> None:
+    config = decode_config(model=ModelConfig(synthetic="llama-3-8b", layers=33))
+    with pytest.raises(InputError, match="llama-3-8b has 32 layers that count tokens, so not the first 33"):
+        DecodeNode(config).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        (TransportConfig(mover_option=["advertise_host=127.0.0.2"]), "'advertise_host' is given twice"),
+        (TransportConfig("shm"), "mover shm has no option 'advertise_host'"),
+    ],
+)
+def test_an_address_to_advertise_is_used_or_refused(transport: TransportConfig, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        DecodeNode(decode_config(advertise="127.0.0.1", transport=transport)).__enter__()
 
 
 def test_capture_tokens_without_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
