@@ -12,7 +12,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pdtx.engine import KVConsumer
 from pdtx.errors import AddressInUse, InputError, PdtxError, PeerUnreachable, TierError
@@ -337,10 +339,22 @@ def test_a_node_that_is_not_started_says_so(run: Callable[[], object]) -> None:
 
 def test_prompts_that_cannot_be_used_are_refused() -> None:
     with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
-        wrong: list[tuple[list[Any], str]] = [
+        wrong: list[tuple[Any, str]] = [
             (["text"], "prompt p0 needs a model with weights; --synthetic takes token_ids only"),
             ([""], "a prompt is a text that is not empty, a Prompt or a Job, not ''"),
             ([[1, 2]], r"not \[1, 2\]"),
+            ([None], "a Prompt or a Job, not None"),
+            (None, "takes a list of prompts, not None"),
+            ("ab", "takes a list of prompts, not 'ab'"),
+            ([Prompt(token_ids=[])], "prompt p0: token_ids is empty"),
+            ([Prompt(token_ids=[1, -1])], r"prompt p0: token_ids.1. is -1; give whole numbers from 0 to 2147483647"),
+            ([Prompt(token_ids=[2**31])], r"token_ids.0. is 2147483648"),
+            ([Prompt(token_ids=[True])], r"token_ids.0. is True"),
+            ([Prompt(token_ids=np.zeros(2))], r"token_ids.0. is 0.0"),  # type: ignore[arg-type]
+            ([Prompt(token_ids=np.zeros((2, 2), np.int64))], r"token_ids.0. is .0, 0."),  # type: ignore[arg-type]
+            ([Job("a", 5)], "prompt a: token_ids takes a sequence of whole numbers, not 5"),  # type: ignore[arg-type]
+            ([Job("a", "5")], r"prompt a: token_ids.0. is '5'"),  # type: ignore[arg-type]
+            ([Job("a b", [1])], "prompt id 'a b' cannot be used"),
             ([Job("p0", [1]), Prompt(token_ids=[1]), Job("p0", [2])], "prompt id 'p0' is given twice"),
             ([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[1])], "prompt id 'a' is given twice"),
         ]
@@ -352,6 +366,26 @@ def test_prompts_that_cannot_be_used_are_refused() -> None:
         with pytest.raises(InputError, match="started already"):
             decode.__enter__()
         assert prefill.run([Prompt(token_ids=[1])])[0].ok
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda ids: [np.int32(one) for one in ids]])
+def test_token_ids_may_be_whole_numbers_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
+    with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
+        rows = prefill.run([Prompt(token_ids=kind([1, 2, 3])), Job("job", kind([1, 2, 3]))])
+    assert [(row.wrong, row.error, row.nbytes) for row in rows] == [(0, None, 3 * TOKEN_BYTES)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Prompt(), "give either prompt or token_ids"),
+        (lambda: Job("a", [1], max_tokens=0), "request a: max_tokens is 0; give 1 or more"),
+        (lambda: Job("a", [1], arrival_s=float("nan")), "request a: arrival_s is nan; give seconds, 0 or more"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_where_it_is_given(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make()
 
 
 def test_layers_that_the_model_does_not_have_are_refused() -> None:

@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from pdtx.errors import InputError
 from pdtx.node.config import PrefillConfig
 from pdtx.node.metrics import open_metrics
 from pdtx.node.model import OnNote, load_model, open_cache, open_security
-from pdtx.node.prompts import Prompt, check_ids, named
+from pdtx.node.prompts import Prompt, check_id, check_ids, named, token_list
 from pdtx.node.tiers import NodeTiers, open_tiers
 from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
 
@@ -104,13 +105,13 @@ class PrefillNode:
         """Compute prompts and ship their K/V; return a row each, in their order; one that fails has its error there.
 
         prompts: texts, prompts, or jobs that are ready to run. on_end: called with each at its end.
-        Raises InputError for a prompt that cannot be used, ModelError for a text without tokens.
+        Raises InputError for a prompt that cannot be used, ModelError for a text without tokens. Nothing is sent then.
         """
         if self._stack is None:
             raise InputError("this prefill node is not started; use it in a with statement")
         from pdtx.serving import PrefillScheduler
 
-        jobs = self._jobs(list(prompts))
+        jobs = self._jobs(prompts)
         config = self.config
 
         def end(ended: "Ended") -> None:
@@ -132,18 +133,25 @@ class PrefillNode:
         self._watch.begin()
         return scheduler.run(jobs)
 
-    def _jobs(self, prompts: "Sequence[str | Prompt | Job]") -> "list[Job]":
+    def _jobs(self, prompts: "Iterable[str | Prompt | Job]") -> "list[Job]":
+        """Return a job for each of prompts, of which everything is checked here: one that fails would end the run."""
         from pdtx.serving import Job
 
+        if isinstance(prompts, str | Prompt | Job) or not isinstance(prompts, Iterable):
+            raise InputError(f"run() takes a list of prompts, not {prompts!r}")
         texts = [Prompt(prompt=one) if isinstance(one, str) and one else one for one in prompts]
-        wrong = next((one for one in texts if not isinstance(one, Prompt | Job)), None)
-        if wrong is not None:
-            raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {wrong!r}")
+        for one in texts:
+            if not isinstance(one, Prompt | Job):
+                raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {one!r}")
         made = iter(named([one for one in texts if isinstance(one, Prompt)], self._num_prompts))
-        jobs = [one if isinstance(one, Job) else self._job(next(made)) for one in texts]
+        jobs = [self._checked(one if isinstance(one, Job) else self._job(next(made))) for one in texts]
         check_ids(job.request_id for job in jobs)
         self._num_prompts += len(jobs)
         return jobs
+
+    def _checked(self, job: "Job") -> "Job":
+        check_id(job.request_id)
+        return replace(job, token_ids=token_list(job.token_ids, f"prompt {job.request_id}"))
 
     def _job(self, prompt: Prompt) -> "Job":
         from pdtx.runner import ModelRunner
