@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -285,6 +286,94 @@ def test_a_tier_in_memory_is_closed_where_the_one_on_disk_cannot_be_had(tmp_path
     for _ in range(3):
         with pytest.raises(TierError, match="cannot keep blocks in"), DecodeNode(decode_config(tiers=tiers)):
             pass
+
+
+@contextmanager
+def closing_at_a_signal(node: DecodeNode | PrefillNode) -> Iterator[None]:
+    """Have a signal's handler close a node."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: node.close())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("by", ["note", "signal", "stop"])
+def test_a_decode_node_may_be_closed_on_the_thread_that_runs_it(by: str) -> None:
+    class Closes:
+        def is_set(self) -> bool:
+            node.close() if by == "stop" else signal.raise_signal(signal.SIGUSR1)
+            return False
+
+    def note(line: str) -> None:
+        if " served " in line:
+            node.close()
+
+    node = DecodeNode(decode_config(), on_note=note if by == "note" else lambda _: None)
+    with node, closing_at_a_signal(node):
+        assert node.run(limit=0 if by == "note" else None, stop=None if by == "note" else Closes()).requests == 0
+        with pytest.raises(InputError, match="not started"):
+            node.run()
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("by", ["on_end", "signal", "thread"])
+def test_a_prefill_node_that_is_closed_while_it_runs_closes_as_the_run_ends(by: str, tmp_path: Path) -> None:
+    closers = list[threading.Thread]()
+
+    def closes(_: object) -> None:
+        if by == "on_end":
+            node.close()
+        elif by == "signal":
+            signal.raise_signal(signal.SIGUSR1)
+        elif not closers:
+            closers.append(threading.Thread(target=node.close))
+            closers[0].start()
+
+    with DecodeNode(decode_config()) as decode, served(decode):
+        node = PrefillNode(
+            prefill_config(
+                decode.address,
+                max_num_seqs=1,
+                tiers=TierConfig(kv_offloading_size=1 / 64),
+                capture=CaptureConfig(tmp_path / "captured"),
+            )
+        )
+        jobs = [Job("first", [1] * 33), Job("late", [2] * 33, arrival_s=3600.0), Job("last", [3], arrival_s=3600.0)]
+        with node, closing_at_a_signal(node):
+            rows = node.run(jobs, on_end=closes)
+            for closer in closers:
+                closer.join(60.0)
+            with pytest.raises(InputError, match="not started"):
+                node.run(["a"])
+    assert [row.error for row in rows] == [None, "the producer was closed", "the producer was closed"]
+    assert len((tmp_path / "captured").read_text().splitlines()) == 4
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_node_that_is_closed_while_it_starts_does_not_start() -> None:
+    decode = DecodeNode(decode_config(), on_note=lambda _: decode.close())
+    with pytest.raises(InputError, match="decode node was closed while it started"), decode:
+        pass
+    with DecodeNode(decode_config()) as other, served(other):
+        prefill = PrefillNode(prefill_config(other.address), on_note=lambda _: prefill.close())
+        with pytest.raises(InputError, match="prefill node was closed while it started"), prefill:
+            pass
+
+
+def test_a_prefill_node_runs_once_at_a_time() -> None:
+    refused = list[str]()
+
+    def again(_: object) -> None:
+        with pytest.raises(InputError) as caught:
+            prefill.run([Prompt(token_ids=[1])])
+        refused.append(str(caught.value))
+
+    with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
+        assert prefill.run([Prompt(token_ids=[1])], on_end=again)[0].ok
+        assert prefill.run([Prompt(token_ids=[1])])[0].ok
+    assert refused == ["this prefill node is running already; one run() at a time"]
 
 
 @pytest.mark.usefixtures("nothing_left")
