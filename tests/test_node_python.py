@@ -450,6 +450,8 @@ def test_prompts_that_cannot_be_used_are_refused() -> None:
         for prompts, words in wrong:
             with pytest.raises(InputError, match=words):
                 prefill.run(prompts)
+        with pytest.raises(InputError, match="on_end takes a function of what has ended, not 5"):
+            prefill.run([], on_end=5)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="started already"):
             prefill.__enter__()
         with pytest.raises(InputError, match="started already"):
@@ -470,6 +472,12 @@ def test_token_ids_may_be_whole_numbers_of_any_kind(kind: Callable[[list[int]], 
         (lambda: Prompt(), "give either prompt or token_ids"),
         (lambda: Job("a", [1], max_tokens=0), "request a: max_tokens is 0; give 1 or more"),
         (lambda: Job("a", [1], arrival_s=float("nan")), "request a: arrival_s is nan; give seconds, 0 or more"),
+        (lambda: DecodeNode(prefill_config("h:1")), "DecodeNode takes a DecodeConfig, not PrefillConfig"),  # type: ignore[arg-type]
+        (lambda: PrefillNode(None), "PrefillNode takes a PrefillConfig, not NoneType"),  # type: ignore[arg-type]
+        (lambda: DecodeNode(decode_config(), on_note=None), "on_note of a decode node takes a function"),  # type: ignore[arg-type]
+        (lambda: DecodeNode(decode_config()).run(limit="5"), "limit is '5'; give a whole number of requests"),  # type: ignore[arg-type]
+        (lambda: DecodeNode(decode_config()).run(limit=-1), "limit is -1; give"),
+        (lambda: DecodeNode(decode_config()).run(stop=5), "stop takes what has is_set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_used_is_refused_where_it_is_given(make: Callable[[], object], words: str) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdtx.address import parse_address
-from pdtx.errors import ConfigError
+from pdtx.errors import ConfigError, InputError
 from pdtx.layout import KVCacheLayout
+from pdtx.node.check import check_config
 from pdtx.node.config import DecodeConfig, two_axes
 from pdtx.node.lifecycle import Node
 from pdtx.node.metrics import open_metrics
@@ -44,6 +45,7 @@ class DecodeNode(Node):
     """
 
     def __init__(self, config: DecodeConfig, *, on_note: OnNote = logger.info) -> None:
+        check_config("DecodeNode", config, DecodeConfig)
         super().__init__("decode node", on_note)
         self.config = config
         self._stopped = Flag()
@@ -110,9 +112,10 @@ class DecodeNode(Node):
     def run(self, *, stop: Stop | None = None, limit: int | None = None) -> Served:
         """Serve until stop is set, stop() or close() is called, or limit requests have ended since the last run.
 
-        limit: by default the config's requests. Failures of single requests are reported to their producers.
+        limit: 0 or more; by default the config's requests. Failures of single requests are reported to their producers.
         Raises InputError for a node that is not started or runs already.
         """
+        _check_run(stop, limit)
         with self._running():
             most = limit if limit is not None else self.config.requests
             until = self._counted + most if most is not None else None
@@ -136,6 +139,14 @@ class DecodeNode(Node):
         from pdtx.node.synthetic import SyntheticLoop
 
         return SyntheticLoop(self.consumer, stop, limit, self._watch.finished, self.config.decode_rate)
+
+
+def _check_run(stop: object, limit: object) -> None:
+    """Raise InputError for what run() cannot use."""
+    if stop is not None and not isinstance(stop, Stop):
+        raise InputError(f"stop takes what has is_set(), such as a threading.Event, not {stop!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise InputError(f"limit is {limit!r}; give a whole number of requests, 0 or more, or None")
 
 
 def _wrong_layout(cache: "KVCaches", fault: str) -> KVCacheLayout:

@@ -14,10 +14,12 @@ from pdtx.node.stop import Flag
 class Node(ABC):
     """A node as a context manager: entering it starts it, leaving it releases everything.
 
-    what: the kind of node, for messages. on_note: called with a line about progress.
+    what: the kind of node, for messages. on_note: called with a line about progress. Raises InputError.
     """
 
     def __init__(self, what: str, on_note: OnNote) -> None:
+        if not callable(on_note):
+            raise InputError(f"on_note of a {what} takes a function of a line, not {on_note!r}")
         self._what, self._note = what, on_note
         self._stack: ExitStack | None = None
         # Of the thread that starts, runs or closes. Reentrant: a callback or a signal's handler may close() there.

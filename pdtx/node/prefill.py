@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pdtx.errors import InputError
+from pdtx.node.check import check_config
 from pdtx.node.config import PrefillConfig
 from pdtx.node.lifecycle import Node
 from pdtx.node.metrics import open_metrics
@@ -34,6 +35,7 @@ class PrefillNode(Node):
     """
 
     def __init__(self, config: PrefillConfig, *, on_note: OnNote = logger.info) -> None:
+        check_config("PrefillNode", config, PrefillConfig)
         super().__init__("prefill node", on_note)
         self.config = config
         self._num_prompts = 0
@@ -95,6 +97,8 @@ class PrefillNode(Node):
         Raises InputError for a prompt that cannot be used, and for a node that is not started or runs already;
         ModelError for a text without tokens. Nothing is sent then.
         """
+        if on_end is not None and not callable(on_end):
+            raise InputError(f"on_end takes a function of what has ended, not {on_end!r}")
         with self._running():
             scheduler = self._scheduler(on_end)
             jobs = self._jobs(prompts)

@@ -1,8 +1,9 @@
 """What ends a decode node's run."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Stop(Protocol):
     """What ends a run, such as a threading.Event."""
 
