@@ -187,12 +187,24 @@ def test_bounds_are_those_of_the_command_line(node: str) -> None:
         (lambda: TierConfig(kv_offloading_policy="mru"), "kv_offloading_policy", "takes lru, arc, fifo, s3fifo, not"),
         (lambda: TierConfig(kv_offloading_write="no"), "kv_offloading_write", "takes through, back, not 'no'"),
         (lambda: TierConfig(kv_offloading_dir=Path("d")), "kv_offloading_dir", "go together"),
+        (lambda: TierConfig(kv_offloading_block_size=32), "kv_offloading_block_size", "32 is for a tier; give "),
+        (
+            lambda: TierConfig(peer_tier="h:1", kv_offloading_policy="arc"),
+            "kv_offloading_policy",
+            "--kv-offloading-policy arc is for a tier of this node",
+        ),
+        (
+            lambda: TierConfig(kv_offloading_size=1.0, kv_offloading_write="back"),
+            "kv_offloading_write",
+            "--kv-offloading-write back is for memory before a disk",
+        ),
         (lambda: TierConfig(serve_tier="h:1"), "serve_tier", "give --kv-offloading-size too"),
         (lambda: TierConfig(peer_tier="h"), "peer_tier", "not an address: 'h'"),
         (lambda: SecurityConfig(key=Path("k")), "key", "--key and --peer-key go together"),
         (lambda: SecurityConfig(key="k"), "key", "takes a pathlib.Path or None, not 'k'"),  # type: ignore[arg-type]
         (lambda: SecurityConfig(insecure=1), "insecure", "takes True or False, not 1"),  # type: ignore[arg-type]
         (lambda: MetricsConfig(metrics_port=65536), "metrics_port", "is 65536; give 65535 or less"),
+        (lambda: MetricsConfig(metrics_host="h"), "metrics_host", "give --metrics-port too"),
         (lambda: CaptureConfig(capture="f"), "capture", "takes a pathlib.Path or None"),  # type: ignore[arg-type]
         (lambda: PrefillConfig("here"), "connect", "not an address: 'here'"),
         (lambda: PrefillConfig("h:1", deadline=0.0), "deadline", "is 0.0; give 0.1 or more"),
@@ -208,6 +220,7 @@ def test_bounds_are_those_of_the_command_line(node: str) -> None:
         (lambda: DecodeConfig(data_port=-1), "data_port", "is -1; give 0 or more"),
         (lambda: DecodeConfig(requests=0), "requests", "is 0; give 1 or more"),
         (lambda: DecodeConfig(decode_rate=5.0), "decode_rate", "--decode-rate is for --synthetic"),
+        (lambda: DecodeConfig(advertise=""), "advertise", "--advertise is empty"),
         (lambda: DecodeConfig(inject_fault="token"), "inject_fault", "--inject-fault takes two of "),
         (
             lambda: DecodeConfig(listen="0.0.0.0:0", security=SecurityConfig(insecure=True)),

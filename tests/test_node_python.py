@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pdtx.engine import KVConsumer
 from pdtx.errors import AddressInUse, InputError, PdtxError, PeerUnreachable, TierError
@@ -26,6 +29,7 @@ from pdtx.node import (
     PrefillNode,
     Prompt,
     TierConfig,
+    TransportConfig,
 )
 from pdtx.serving import Job
 from pdtx.tiers.prefix import Fetched, PrefixCache
@@ -284,6 +288,94 @@ def test_a_tier_in_memory_is_closed_where_the_one_on_disk_cannot_be_had(tmp_path
             pass
 
 
+@contextmanager
+def closing_at_a_signal(node: DecodeNode | PrefillNode) -> Iterator[None]:
+    """Have a signal's handler close a node."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: node.close())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("by", ["note", "signal", "stop"])
+def test_a_decode_node_may_be_closed_on_the_thread_that_runs_it(by: str) -> None:
+    class Closes:
+        def is_set(self) -> bool:
+            node.close() if by == "stop" else signal.raise_signal(signal.SIGUSR1)
+            return False
+
+    def note(line: str) -> None:
+        if " served " in line:
+            node.close()
+
+    node = DecodeNode(decode_config(), on_note=note if by == "note" else lambda _: None)
+    with node, closing_at_a_signal(node):
+        assert node.run(limit=0 if by == "note" else None, stop=None if by == "note" else Closes()).requests == 0
+        with pytest.raises(InputError, match="not started"):
+            node.run()
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("by", ["on_end", "signal", "thread"])
+def test_a_prefill_node_that_is_closed_while_it_runs_closes_as_the_run_ends(by: str, tmp_path: Path) -> None:
+    closers = list[threading.Thread]()
+
+    def closes(_: object) -> None:
+        if by == "on_end":
+            node.close()
+        elif by == "signal":
+            signal.raise_signal(signal.SIGUSR1)
+        elif not closers:
+            closers.append(threading.Thread(target=node.close))
+            closers[0].start()
+
+    with DecodeNode(decode_config()) as decode, served(decode):
+        node = PrefillNode(
+            prefill_config(
+                decode.address,
+                max_num_seqs=1,
+                tiers=TierConfig(kv_offloading_size=1 / 64),
+                capture=CaptureConfig(tmp_path / "captured"),
+            )
+        )
+        jobs = [Job("first", [1] * 33), Job("late", [2] * 33, arrival_s=3600.0), Job("last", [3], arrival_s=3600.0)]
+        with node, closing_at_a_signal(node):
+            rows = node.run(jobs, on_end=closes)
+            for closer in closers:
+                closer.join(60.0)
+            with pytest.raises(InputError, match="not started"):
+                node.run(["a"])
+    assert [row.error for row in rows] == [None, "the producer was closed", "the producer was closed"]
+    assert len((tmp_path / "captured").read_text().splitlines()) == 4
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_node_that_is_closed_while_it_starts_does_not_start() -> None:
+    decode = DecodeNode(decode_config(), on_note=lambda _: decode.close())
+    with pytest.raises(InputError, match="decode node was closed while it started"), decode:
+        pass
+    with DecodeNode(decode_config()) as other, served(other):
+        prefill = PrefillNode(prefill_config(other.address), on_note=lambda _: prefill.close())
+        with pytest.raises(InputError, match="prefill node was closed while it started"), prefill:
+            pass
+
+
+def test_a_prefill_node_runs_once_at_a_time() -> None:
+    refused = list[str]()
+
+    def again(_: object) -> None:
+        with pytest.raises(InputError) as caught:
+            prefill.run([Prompt(token_ids=[1])])
+        refused.append(str(caught.value))
+
+    with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
+        assert prefill.run([Prompt(token_ids=[1])], on_end=again)[0].ok
+        assert prefill.run([Prompt(token_ids=[1])])[0].ok
+    assert refused == ["this prefill node is running already; one run() at a time"]
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_closing_ends_a_run_before_anything_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     happened, close = list[str](), KVConsumer.close
@@ -336,21 +428,79 @@ def test_a_node_that_is_not_started_says_so(run: Callable[[], object]) -> None:
 
 def test_prompts_that_cannot_be_used_are_refused() -> None:
     with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
-        wrong: list[tuple[list[Any], str]] = [
+        wrong: list[tuple[Any, str]] = [
             (["text"], "prompt p0 needs a model with weights; --synthetic takes token_ids only"),
             ([""], "a prompt is a text that is not empty, a Prompt or a Job, not ''"),
             ([[1, 2]], r"not \[1, 2\]"),
+            ([None], "a Prompt or a Job, not None"),
+            (None, "takes a list of prompts, not None"),
+            ("ab", "takes a list of prompts, not 'ab'"),
+            ([Prompt(token_ids=[])], "prompt p0: token_ids is empty"),
+            ([Prompt(token_ids=[1, -1])], r"prompt p0: token_ids.1. is -1; give whole numbers from 0 to 2147483647"),
+            ([Prompt(token_ids=[2**31])], r"token_ids.0. is 2147483648"),
+            ([Prompt(token_ids=[True])], r"token_ids.0. is True"),
+            ([Prompt(token_ids=np.zeros(2))], r"token_ids.0. is 0.0"),  # type: ignore[arg-type]
+            ([Prompt(token_ids=np.zeros((2, 2), np.int64))], r"token_ids.0. is .0, 0."),  # type: ignore[arg-type]
+            ([Job("a", 5)], "prompt a: token_ids takes a sequence of whole numbers, not 5"),  # type: ignore[arg-type]
+            ([Job("a", "5")], r"prompt a: token_ids.0. is '5'"),  # type: ignore[arg-type]
+            ([Job("a b", [1])], "prompt id 'a b' cannot be used"),
             ([Job("p0", [1]), Prompt(token_ids=[1]), Job("p0", [2])], "prompt id 'p0' is given twice"),
             ([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[1])], "prompt id 'a' is given twice"),
         ]
         for prompts, words in wrong:
             with pytest.raises(InputError, match=words):
                 prefill.run(prompts)
+        with pytest.raises(InputError, match="on_end takes a function of what has ended, not 5"):
+            prefill.run([], on_end=5)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="started already"):
             prefill.__enter__()
         with pytest.raises(InputError, match="started already"):
             decode.__enter__()
         assert prefill.run([Prompt(token_ids=[1])])[0].ok
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda ids: [np.int32(one) for one in ids]])
+def test_token_ids_may_be_whole_numbers_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
+    with DecodeNode(decode_config()) as decode, served(decode), PrefillNode(prefill_config(decode.address)) as prefill:
+        rows = prefill.run([Prompt(token_ids=kind([1, 2, 3])), Job("job", kind([1, 2, 3]))])
+    assert [(row.wrong, row.error, row.nbytes) for row in rows] == [(0, None, 3 * TOKEN_BYTES)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Prompt(), "give either prompt or token_ids"),
+        (lambda: Job("a", [1], max_tokens=0), "request a: max_tokens is 0; give 1 or more"),
+        (lambda: Job("a", [1], arrival_s=float("nan")), "request a: arrival_s is nan; give seconds, 0 or more"),
+        (lambda: DecodeNode(prefill_config("h:1")), "DecodeNode takes a DecodeConfig, not PrefillConfig"),  # type: ignore[arg-type]
+        (lambda: PrefillNode(None), "PrefillNode takes a PrefillConfig, not NoneType"),  # type: ignore[arg-type]
+        (lambda: DecodeNode(decode_config(), on_note=None), "on_note of a decode node takes a function"),  # type: ignore[arg-type]
+        (lambda: DecodeNode(decode_config()).run(limit="5"), "limit is '5'; give a whole number of requests"),  # type: ignore[arg-type]
+        (lambda: DecodeNode(decode_config()).run(limit=-1), "limit is -1; give"),
+        (lambda: DecodeNode(decode_config()).run(stop=5), "stop takes what has is_set"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_used_is_refused_where_it_is_given(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def test_layers_that_the_model_does_not_have_are_refused() -> None:
+    config = decode_config(model=ModelConfig(synthetic="llama-3-8b", layers=33))
+    with pytest.raises(InputError, match="llama-3-8b has 32 layers that count tokens, so not the first 33"):
+        DecodeNode(config).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        (TransportConfig(mover_option=["advertise_host=127.0.0.2"]), "'advertise_host' is given twice"),
+        (TransportConfig("shm"), "mover shm has no option 'advertise_host'"),
+    ],
+)
+def test_an_address_to_advertise_is_used_or_refused(transport: TransportConfig, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        DecodeNode(decode_config(advertise="127.0.0.1", transport=transport)).__enter__()
 
 
 def test_capture_tokens_without_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,13 @@ class KVProducer:
         if self.core.session.over is not None:
             raise InputError(f"{self.core.session.over}; make another producer")
 
+    def stop(self) -> None:
+        """Let requests that have not ended fail, and all that begin from now on; close() releases what they used.
+
+        Returns at once, and needs no other thread: a signal's handler may call it, whatever it interrupts.
+        """
+        self.control.post(self.core.close, PeerLost("the producer was closed"))
+
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""
         self.control.call(self.core.close, PeerLost("the producer was closed"))

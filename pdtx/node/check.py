@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from pdtx.errors import ConfigError
+from pdtx.errors import ConfigError, InputError
 from pdtx.node.options import Option
 
 _NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", Path: "a pathlib.Path"}
@@ -54,6 +54,12 @@ def check_fields(config: object) -> None:
         value = getattr(config, name)
         if not isinstance(value, kind):
             raise ConfigError(name, f"{owner.__name__}.{name} takes a {kind.__name__}, not {value!r}")
+
+
+def check_config(owner: str, config: object, kind: type[Any]) -> None:
+    """Raise InputError for a config of another class."""
+    if not isinstance(config, kind):
+        raise InputError(f"{owner} takes a {kind.__name__}, not {type(config).__name__}")
 
 
 def _check(owner: str, field: OptionField, value: object) -> None:

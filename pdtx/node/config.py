@@ -21,6 +21,7 @@ POLICIES = ("lru", "arc", "fifo", "s3fifo")
 WRITES = ("through", "back")
 PREFILL_RATE = 20000.0
 """Tokens a second of a synthetic prefill node, where nothing else is given."""
+METRICS_HOST = "127.0.0.1"
 
 
 def check_addresses(config: object, *fields: str) -> None:
@@ -160,11 +161,24 @@ class TierConfig:
                 raise ConfigError(field, f"--{field.replace('_', '-')} takes {', '.join(known)}, not {value!r}")
         if (self.kv_offloading_disk_size > 0) != (self.kv_offloading_dir is not None):
             raise ConfigError("kv_offloading_dir", "--kv-offloading-disk-size and --kv-offloading-dir go together")
+        self._check_used()
         if self.serve_tier is not None and not self.kv_offloading_size:
             raise ConfigError(
                 "serve_tier", "--serve-tier serves the tier in host memory; give --kv-offloading-size too"
             )
         check_addresses(self, "serve_tier", "peer_tier")
+
+    def _check_used(self) -> None:
+        """Refuse what would say how a tier works that is not there."""
+        memory, disk = bool(self.kv_offloading_size), bool(self.kv_offloading_disk_size)
+        for field, default, used, needed in (
+            ("kv_offloading_block_size", None, self.any, "a tier; give --kv-offloading-size or --peer-tier"),
+            ("kv_offloading_policy", "lru", memory or disk, "a tier of this node; give --kv-offloading-size"),
+            ("kv_offloading_write", "through", memory and disk, "memory before a disk; give the sizes of both"),
+        ):
+            value = getattr(self, field)
+            if value != default and not used:
+                raise ConfigError(field, f"--{field.replace('_', '-')} {value} is for {needed}")
 
     @property
     def any(self) -> bool:
@@ -194,10 +208,12 @@ class MetricsConfig:
     """Prometheus metrics. metrics_port: to serve them at; 0 takes any, None serves none."""
 
     metrics_port: opt.MetricsPort = None
-    metrics_host: opt.MetricsHost = "127.0.0.1"
+    metrics_host: opt.MetricsHost = METRICS_HOST
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.metrics_port is None and self.metrics_host != METRICS_HOST:
+            raise ConfigError("metrics_host", "--metrics-host is for metrics; give --metrics-port too")
 
 
 @dataclass(frozen=True)
@@ -276,6 +292,8 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_addresses(self, "listen")
+        if self.advertise is not None and not self.advertise:
+            raise ConfigError("advertise", "--advertise is empty; give a host, or leave it out")
         host, _ = parse_address(self.listen)
         protected = self.security.insecure or self.security.key is not None
         # Without protection that is what the node says first, at its start.

@@ -1,18 +1,19 @@
 """The decode node: receives K/V into its own paged cache, verifies them, and generates from exactly that cache."""
 
 import logging
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pdtx.address import parse_address
 from pdtx.errors import ConfigError, InputError
 from pdtx.layout import KVCacheLayout
+from pdtx.node.check import check_config
 from pdtx.node.config import DecodeConfig, two_axes
+from pdtx.node.lifecycle import Node
 from pdtx.node.metrics import open_metrics
 from pdtx.node.model import OnNote, load_model, open_cache, open_security
-from pdtx.node.stop import AnyOf, Stop
+from pdtx.node.stop import AnyOf, Flag, Stop
 from pdtx.node.tiers import NodeTiers, open_tiers
 from pdtx.node.transport import open_mover, read_costs, shares_memory
 
@@ -35,51 +36,35 @@ class Served:
     tiers: list[dict[str, Any]] = field(default_factory=list)
 
 
-class DecodeNode:
+class DecodeNode(Node):
     """A decode node: entering the context loads the model and listens, leaving it releases everything.
 
-    on_note: called with a line about progress; by default it is logged. run() serves; stop(), from any thread, ends it.
-    Entering raises InputError for what cannot be used here, ModelError, AddressInUse or TransferError; nothing stays
-    open then.
+    on_note: called with a line about progress; by default it is logged. run() serves; stop() ends it, from any thread
+    and in a signal's handler. Entering raises InputError for what cannot be used here, ModelError, AddressInUse or
+    TransferError; nothing stays open then.
     """
 
     def __init__(self, config: DecodeConfig, *, on_note: OnNote = logger.info) -> None:
-        self.config, self._note = config, on_note
-        self._stack: ExitStack | None = None
-        self._stop = threading.Event()
-        self._serving = threading.Lock()
+        check_config("DecodeNode", config, DecodeConfig)
+        super().__init__("decode node", on_note)
+        self.config = config
+        self._stopped = Flag()
         self._counted = 0
         self.address = ""
 
-    def __enter__(self) -> Self:
-        if self._stack is not None:
-            raise InputError("this decode node is started already")
-        self._stop.clear()
-        self._counted = 0
-        with ExitStack() as stack:
-            self._open(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End run() if it is under way, and release everything. Idempotent."""
-        self._stop.set()
-        with self._serving:  # or the loop would decode from memory that is gone
-            stack, self._stack = self._stack, None
-            if stack is not None:
-                stack.close()
-
     def stop(self) -> None:
         """Let run() end, from any thread; the next one does at once, too."""
-        self._stop.set()
+        self._stopped.set()
+
+    def _interrupt(self) -> None:
+        self.stop()
 
     def _open(self, stack: ExitStack) -> None:
         from pdtx.sidechannel import require_protection
 
         config, transport = self.config, self.config.transport
+        self._stopped.clear()
+        self._counted = 0
         security = open_security(config.security)
         host, _ = parse_address(config.listen)
         require_protection(host, security)
@@ -127,16 +112,14 @@ class DecodeNode:
     def run(self, *, stop: Stop | None = None, limit: int | None = None) -> Served:
         """Serve until stop is set, stop() or close() is called, or limit requests have ended since the last run.
 
-        limit: by default the config's requests. Failures of single requests are reported to their producers.
+        limit: 0 or more; by default the config's requests. Failures of single requests are reported to their producers.
+        Raises InputError for a node that is not started or runs already.
         """
-        if not self._serving.acquire(blocking=False):
-            raise InputError("this decode node is serving already; one run() at a time")
-        try:
-            if self._stack is None:
-                raise InputError("this decode node is not started; use it in a with statement")
+        _check_run(stop, limit)
+        with self._running():
             most = limit if limit is not None else self.config.requests
             until = self._counted + most if most is not None else None
-            self._loop(AnyOf(self._stop, *([stop] if stop is not None else [])), until).run()
+            self._loop(AnyOf(self._stopped, *([stop] if stop is not None else [])), until).run()
             consumer = self.consumer
             self._counted = consumer.num_ended
             usages = self.tiers.report(self._note) if self.tiers is not None else []
@@ -144,8 +127,6 @@ class DecodeNode:
                 f"{consumer.engine_id} served {consumer.num_ended} requests, {consumer.num_failed} of them failed"
             )
             return Served(consumer.num_ended, consumer.num_failed, usages)
-        finally:
-            self._serving.release()
 
     def _loop(self, stop: Stop, limit: int | None) -> "DecodeLoop":
         """Return what decodes: with a model, or without weights."""
@@ -158,6 +139,14 @@ class DecodeNode:
         from pdtx.node.synthetic import SyntheticLoop
 
         return SyntheticLoop(self.consumer, stop, limit, self._watch.finished, self.config.decode_rate)
+
+
+def _check_run(stop: object, limit: object) -> None:
+    """Raise InputError for what run() cannot use."""
+    if stop is not None and not isinstance(stop, Stop):
+        raise InputError(f"stop takes what has is_set(), such as a threading.Event, not {stop!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise InputError(f"limit is {limit!r}; give a whole number of requests, 0 or more, or None")
 
 
 def _wrong_layout(cache: "KVCaches", fault: str) -> KVCacheLayout:

@@ -176,7 +176,9 @@ IgnoreEos = Annotated[bool, Option("Generate --max-tokens whatever comes.", flag
 Chat = Annotated[bool, Option("Put prompts into the model's chat template.", flags=("--chat",))]
 ChunkSize = Annotated[int, Option("Most prompt tokens computed at a time.", min=1)]
 MaxNumSeqs = Annotated[int, Option("Most prompts under way at once.", min=1)]
-Deadline = Annotated[float, Option("Seconds within which a request must end.", min=0.1)]
+Deadline = Annotated[
+    float, Option("Seconds within which a request must end; a decode node gives it 600 at most.", min=0.1)
+]
 
 Listen = Annotated[str, Option("HOST:PORT to serve prefill nodes at; port 0 takes any.")]
 DataPort = Annotated[int, Option("Port for payloads; 0 takes any.", min=0, max=65535)]

@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from pdtx.errors import InputError
+from pdtx.node.check import check_config
 from pdtx.node.config import PrefillConfig
+from pdtx.node.lifecycle import Node
 from pdtx.node.metrics import open_metrics
 from pdtx.node.model import OnNote, load_model, open_cache, open_security
-from pdtx.node.prompts import Prompt, check_ids, named
+from pdtx.node.prompts import Prompt, check_id, check_ids, named, token_list
 from pdtx.node.tiers import NodeTiers, open_tiers
 from pdtx.node.transport import open_mover, parse_mode, parse_require, read_costs, shares_memory
 
@@ -18,40 +21,27 @@ if TYPE_CHECKING:
     from pdtx.replay.synthetic import SyntheticModel
     from pdtx.report import RequestRow
     from pdtx.runner import ModelRunner
-    from pdtx.serving import Computer, Ended, Job
+    from pdtx.serving import Computer, Ended, Job, PrefillScheduler
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillNode:
+class PrefillNode(Node):
     """A prefill node: entering the context loads the model and connects, leaving it releases everything.
 
-    on_note: called with a line about progress; by default it is logged. Not to be used from several threads at once.
-    Entering raises InputError for what cannot be used here, ModelError, PeerError, IncompatiblePeer, TransferError, or
-    DeadlineExceeded; nothing stays open then.
+    on_note: called with a line about progress; by default it is logged. close() during run() makes the prompts that
+    have not ended fail. Entering raises InputError for what cannot be used here, ModelError, PeerError,
+    IncompatiblePeer, TransferError, or DeadlineExceeded; nothing stays open then.
     """
 
     def __init__(self, config: PrefillConfig, *, on_note: OnNote = logger.info) -> None:
-        self.config, self._note = config, on_note
-        self._stack: ExitStack | None = None
+        check_config("PrefillNode", config, PrefillConfig)
+        super().__init__("prefill node", on_note)
+        self.config = config
         self._num_prompts = 0
 
-    def __enter__(self) -> Self:
-        if self._stack is not None:
-            raise InputError("this prefill node is started already")
-        with ExitStack() as stack:
-            self._open(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release everything; requests under way fail. Idempotent."""
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.close()
+    def _interrupt(self) -> None:
+        self.producer.stop()
 
     def _open(self, stack: ExitStack) -> None:
         config, transport = self.config, self.config.transport
@@ -104,13 +94,20 @@ class PrefillNode:
         """Compute prompts and ship their K/V; return a row each, in their order; one that fails has its error there.
 
         prompts: texts, prompts, or jobs that are ready to run. on_end: called with each at its end.
-        Raises InputError for a prompt that cannot be used, ModelError for a text without tokens.
+        Raises InputError for a prompt that cannot be used, and for a node that is not started or runs already;
+        ModelError for a text without tokens. Nothing is sent then.
         """
-        if self._stack is None:
-            raise InputError("this prefill node is not started; use it in a with statement")
+        if on_end is not None and not callable(on_end):
+            raise InputError(f"on_end takes a function of what has ended, not {on_end!r}")
+        with self._running():
+            scheduler = self._scheduler(on_end)
+            jobs = self._jobs(prompts)
+            self._watch.begin()
+            return scheduler.run(jobs)
+
+    def _scheduler(self, on_end: "Callable[[Ended], None] | None") -> "PrefillScheduler":
         from pdtx.serving import PrefillScheduler
 
-        jobs = self._jobs(list(prompts))
         config = self.config
 
         def end(ended: "Ended") -> None:
@@ -118,7 +115,7 @@ class PrefillNode:
             if on_end is not None:
                 on_end(ended)
 
-        scheduler = PrefillScheduler(
+        return PrefillScheduler(
             self._computer,
             self.producer,
             max_tokens=config.max_tokens,
@@ -128,22 +125,28 @@ class PrefillNode:
             ignore_eos=config.ignore_eos,
             prefix=self.tiers.prefix if self.tiers is not None else None,
             on_end=end,
+            closing=self._closing.is_set,
         )
-        self._watch.begin()
-        return scheduler.run(jobs)
 
-    def _jobs(self, prompts: "Sequence[str | Prompt | Job]") -> "list[Job]":
+    def _jobs(self, prompts: "Iterable[str | Prompt | Job]") -> "list[Job]":
+        """Return a job for each of prompts, of which everything is checked here: one that fails would end the run."""
         from pdtx.serving import Job
 
+        if isinstance(prompts, str | Prompt | Job) or not isinstance(prompts, Iterable):
+            raise InputError(f"run() takes a list of prompts, not {prompts!r}")
         texts = [Prompt(prompt=one) if isinstance(one, str) and one else one for one in prompts]
-        wrong = next((one for one in texts if not isinstance(one, Prompt | Job)), None)
-        if wrong is not None:
-            raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {wrong!r}")
+        for one in texts:
+            if not isinstance(one, Prompt | Job):
+                raise InputError(f"a prompt is a text that is not empty, a Prompt or a Job, not {one!r}")
         made = iter(named([one for one in texts if isinstance(one, Prompt)], self._num_prompts))
-        jobs = [one if isinstance(one, Job) else self._job(next(made)) for one in texts]
+        jobs = [self._checked(one if isinstance(one, Job) else self._job(next(made))) for one in texts]
         check_ids(job.request_id for job in jobs)
         self._num_prompts += len(jobs)
         return jobs
+
+    def _checked(self, job: "Job") -> "Job":
+        check_id(job.request_id)
+        return replace(job, token_ids=token_list(job.token_ids, f"prompt {job.request_id}"))
 
     def _job(self, prompt: Prompt) -> "Job":
         from pdtx.runner import ModelRunner

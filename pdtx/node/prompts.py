@@ -1,31 +1,37 @@
 """Prompts: given one by one, or read from a file."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from pdtx.errors import InputError
+from pdtx.protocol import Id
 
 if TYPE_CHECKING:
     import torch
 
 _FEATURE_AXES = 2
+_MAX_TOKEN = 2**31 - 1
 
 
 class Prompt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One prompt: text, or tokens as they are. features: a .npy file, for a model with an encoder."""
+    """One prompt: text, or tokens as they are. features: a .npy file, for a model with an encoder.
 
-    id: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._:+-]+\Z")] | None = None
+    Raises InputError unless it has either.
+    """
+
+    id: Id | None = None
     prompt: Annotated[str, Meta(min_length=1)] | None = None
-    token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(min_length=1)] | None = None
+    token_ids: Annotated[list[Annotated[int, Meta(ge=0, le=_MAX_TOKEN)]], Meta(min_length=1)] | None = None
     features: Annotated[str, Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.token_ids is None):
-            raise ValueError("give either prompt or token_ids")
+            raise InputError("give either prompt or token_ids")
 
     def tokens(self, encode: Callable[[str], list[int]]) -> list[int]:
         """Return the prompt's tokens. Raises ModelError if its text has none."""
@@ -88,6 +94,38 @@ def check_ids(ids: Iterable[str | None]) -> None:
         seen.add(name)
 
 
+def check_id(name: object) -> None:
+    """Raise InputError for what no request can be called."""
+    try:
+        msgspec.convert(name, Id)
+    except msgspec.ValidationError:
+        raise InputError(f"prompt id {name!r} cannot be used; give 1 to 128 letters, digits or . _ : + -") from None
+
+
+def token_list(token_ids: Any, whose: str) -> list[int]:  # noqa: ANN401 - numpy's and torch's arrays are sequences, too
+    """Return token ids as a list of int. token_ids: a sequence, or an array, of whole numbers of any kind.
+
+    whose: for messages. Raises InputError naming the first that is none.
+    """
+    try:
+        found = list(token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
+    except TypeError:
+        raise InputError(f"{whose}: token_ids takes a sequence of whole numbers, not {token_ids!r}") from None
+    if not found:
+        raise InputError(f"{whose}: token_ids is empty; give one token at least")
+    return [_token(one, at, whose) for at, one in enumerate(found)]
+
+
+def _token(value: object, at: int, whose: str) -> int:
+    try:
+        token = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        token = -1
+    if not 0 <= token <= _MAX_TOKEN:
+        raise InputError(f"{whose}: token_ids[{at}] is {value!r}; give whole numbers from 0 to {_MAX_TOKEN}")
+    return token
+
+
 def _read_file(file: Path) -> list[Prompt]:
     try:
         # Lines end where an editor says so: not at the other separators that splitlines() knows, which may be text.
@@ -105,7 +143,7 @@ def _read_line(file: Path, number: int, line: str) -> Prompt:
         return Prompt(prompt=line)
     try:
         prompt = msgspec.json.decode(line, type=Prompt)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, InputError) as error:
         raise InputError(f"{file}:{number}: not a prompt: {error}") from None
     if prompt.features is not None:
         prompt.features = str(file.parent / prompt.features)

@@ -23,9 +23,8 @@ def open_mover(config: TransportConfig, *, advertise: str | None = None) -> "Mov
     from pdtx.transports.options import typed_options
     from pdtx.transports.registry import mover_class
 
-    typed = typed_options(config.mover, mover_class(config.mover), config.mover_option or [])
-    if advertise is not None:
-        typed.setdefault("advertise_host", advertise)
+    host = [f"advertise_host={advertise}"] if advertise is not None else []
+    typed = typed_options(config.mover, mover_class(config.mover), [*(config.mover_option or []), *host])
     return make_mover(config.mover, **typed)
 
 

@@ -30,13 +30,16 @@ class SyntheticModel:
 
     source: a preset, a config.json or a folder with one. layers: only so many of them. left_out: those that keep
     something else. name, fingerprint: as of a ModelRunner. Raises ModelError, or InputError for a model whose layers
-    cannot be filled token by token.
+    cannot be filled token by token, or that has fewer of them than layers.
     """
 
     def __init__(self, source: str, *, layers: int | None = None) -> None:
         self._config, self._layers = load_config(source), layers
         every = layer_specs(self._config)
         self.left_out = tuple(name for name in every if name not in token_layers(every))
+        count = len(token_layers(every))
+        if layers is not None and not 1 <= layers <= count:
+            raise InputError(f"{source} has {count} layers that count tokens, so not the first {layers}")
         specs = self.specs(16)
         self.name = f"synthetic-{source.rstrip('/').rpartition('/')[2]}"
         told = [f"contents {_CONTENTS_VERSION}", *(f"{name}: {spec}" for name, spec in specs.items())]

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
 from pdtx.engine import OutboundRequest
+from pdtx.errors import InputError
 from pdtx.report import RequestRow
 
 
@@ -14,7 +16,7 @@ class Job:
     """A prompt to run: its tokens, and the features of a model with an encoder (mel, frames).
 
     max_tokens: to generate; None for what the scheduler says. arrival_s: seconds after the run's begin before which
-    nothing is known of it; jobs come in this order.
+    nothing is known of it; jobs come in this order. Raises InputError for numbers that neither can be.
     """
 
     request_id: str
@@ -22,6 +24,13 @@ class Job:
     features: torch.Tensor | None = None
     max_tokens: int | None = None
     arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        most, arrival = self.max_tokens, self.arrival_s
+        if most is not None and not (isinstance(most, int) and most >= 1):
+            raise InputError(f"request {self.request_id}: max_tokens is {most!r}; give 1 or more, or None")
+        if not (isinstance(arrival, int | float) and 0.0 <= arrival < inf):
+            raise InputError(f"request {self.request_id}: arrival_s is {arrival!r}; give seconds, 0 or more")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class PrefillScheduler:
     max_num_seqs: most requests whose prefill is under way at once.
     prefix: this node's tiers, from which prompts' beginnings are loaded instead of computed.
     on_end: told of each job at its end, on the thread that runs them.
+    closing: whether no job is to be waited for any more, since the producer lets none begin.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class PrefillScheduler:
         ignore_eos: bool,
         prefix: PrefixCache | None = None,
         on_end: Callable[[Ended], None] = _nobody,
+        closing: Callable[[], bool] = lambda: False,
     ) -> None:
         self.computer, self.producer = computer, producer
         self.max_tokens, self.chunk_size, self.max_num_seqs = max_tokens, chunk_size, max_num_seqs
         self.timeout_s, self.ignore_eos, self._on_end = timeout_s, ignore_eos, on_end
-        self._prefix = prefix
+        self._prefix, self._closing = prefix, closing
         self._loaders: ThreadPoolExecutor | None = None
         self._fetched = dict[str, Fetched]()
         self._until = float("inf")
@@ -123,13 +125,13 @@ class PrefillScheduler:
 
     def _admit(self, arrivals: Arrivals, active: deque[_Active], rows: dict[str, RequestRow]) -> None:
         """Begin jobs that have arrived, as long as there is room for them."""
-        while (job := arrivals.next) is not None and arrivals.due <= time.monotonic():
+        while (job := arrivals.next) is not None and (arrivals.due <= time.monotonic() or self._closing()):
             if len(active) >= self.max_num_seqs:
                 return
             row = rows.setdefault(
                 job.request_id, RequestRow(request_id=job.request_id, prompt_tokens=len(job.token_ids))
             )
-            arrived = arrivals.due
+            arrived = min(arrivals.due, time.monotonic())
             try:
                 begun = self._begin(job, arrived, patient=not active)
             except PdtxError as error:
