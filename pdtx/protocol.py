@@ -15,9 +15,11 @@ from msgspec import Meta
 from pdtx.arguments import MAX_SECONDS, shown
 from pdtx.errors import IncompatiblePeer, InputError, ProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_RANKS = 1024
+MAX_PROCESSES = 4096
+"""Of one engine."""
 _MAX_ITEMS = 1 << 22
 MAX_TOKENS = 1 << 21
 MAX_COUNT = 1 << 62
@@ -26,6 +28,9 @@ MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 4096
 _MAX_ERROR = 300
 _MAX_GROUPS = 64
 _MAX_LAYERS = 4096
+MAX_RENEWALS = 1 << 15
+MAX_PARTS = 1 << 18
+"""Parts that a request which goes on in another session may be in."""
 MAX_TIER_BLOCKS = 1 << 18
 MAX_TIER_HASHES = 32 << 20
 """Bytes of all content hashes in one answer."""
@@ -40,6 +45,10 @@ Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 Counts = Annotated[list[Count], Meta(max_length=_MAX_ITEMS)]
 Layer = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:/+-]+\Z")]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Process = Annotated[int, Meta(ge=0, lt=MAX_PROCESSES)]
+Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
+Attempt = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""Counts the times that P has asked for grants; answers repeat it, so that a late one is not taken for another's."""
 NumBlocks = Annotated[int, Meta(ge=1, le=2**31)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=_MAX_ITEMS)]
 Extents = Annotated[list[Count], Meta(max_length=16)]
@@ -93,7 +102,11 @@ class BufferDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node's cache: its groups, and their buffers. tp_size: tensor-parallel ranks, each with its own regions."""
+    """A process's cache: its groups, and their buffers, of the layers that it has.
+
+    tp_size: tensor-parallel ranks of the model, each with its own regions. first_rank, num_ranks: those that this
+    process has; 0 is all of them. not_transferred: layers that do not move, a draft model's for example.
+    """
 
     model: Text
     fingerprint: Id
@@ -101,6 +114,14 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     groups: Annotated[list[GroupDescription], Meta(min_length=1, max_length=_MAX_GROUPS)]
     buffers: Annotated[list[BufferDescription], Meta(min_length=1, max_length=_MAX_GROUPS)]
     tp_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    first_rank: Rank = 0
+    num_ranks: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0
+    not_transferred: Annotated[list[Layer], Meta(max_length=_MAX_LAYERS)] = []  # msgspec copies it
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that this process has."""
+        return range(self.first_rank, self.first_rank + (self.num_ranks or self.tp_size))
 
     def __post_init__(self) -> None:
         groups = [group.name for group in self.groups]
@@ -111,6 +132,8 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         lost = next((buffer for buffer in self.buffers if buffer.group not in groups), None)
         if lost is not None:
             raise ValueError(f"buffer {lost.name} is in group {lost.group}, which is not described")
+        if self.ranks.stop > self.tp_size:
+            raise ValueError(f"ranks {self.ranks.start}..{self.ranks.stop - 1} of tensor-parallel size {self.tp_size}")
 
 
 class DataEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +148,12 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
-    """P to D: who I am and what my cache is like."""
+    """P to D: who I am and what my cache is like.
+
+    engine_id: of the engine, whose processes may be several: this is number process of processes. incarnation: of this
+    process; the same one in all of its sessions. resumes: whether it goes on with its requests in another session when
+    this one is lost.
+    """
 
     protocol: Count
     pdtx_version: Text
@@ -133,10 +161,16 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     incarnation: Id
     cache: CacheDescription
     movers: Annotated[list[Id], Meta(max_length=32)]
+    process: Process = 0
+    processes: Processes = 1
+    resumes: bool = False
 
 
 class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
-    """D to P: the answer to a hello. token: proves the data connections of this session, 32 bytes."""
+    """D to P: the answer to a hello; or what D says first where it has dialled P, whose answer is a hello then.
+
+    token: proves the data connections of this session, 32 bytes. engine_id, process, processes: as in Hello.
+    """
 
     protocol: Count
     pdtx_version: Text
@@ -148,6 +182,8 @@ class Welcome(_Message, frozen=True, kw_only=True, tag="welcome"):
     data_endpoints: Annotated[list[DataEndpoint], Meta(max_length=32)]
     lease_s: Seconds
     verify: Literal["off", "reference"]
+    process: Process = 0
+    processes: Processes = 1
 
     def __repr__(self) -> str:
         """Without the token: what is logged can be read by others."""
@@ -168,6 +204,8 @@ class TransferRequest(_Message, frozen=True, kw_only=True, tag="transfer_request
     computes.
 
     token_ids: of the prompt, for tiers; empty where P does not name them. max_tokens: 0 where D decides by itself.
+    Asked again in another session of the same process, the request goes on with what has arrived of it.
+    lease_s: how long P holds an offered request without being asked to hold it longer; 0 where it is not offered.
     """
 
     request_id: Id
@@ -176,6 +214,8 @@ class TransferRequest(_Message, frozen=True, kw_only=True, tag="transfer_request
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     deadline_s: Seconds
     ignore_eos: bool = False
+    attempt: Attempt = 0
+    lease_s: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if self.token_ids and len(self.token_ids) != self.num_tokens:
@@ -193,16 +233,31 @@ class GrantedBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"{len(self.block_ids)} block_ids and {len(self.generations)} generations")
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank sends to another of some layers of a buffer at some positions; both ranges are half-open."""
+
+    buffer: Count
+    src_rank: Rank
+    dst_rank: Rank
+    layer_start: Count
+    layer_stop: Count
+    token_start: Count
+    token_stop: Count
+
+
 class Grant(_Message, frozen=True, kw_only=True, tag="grant"):
     """D to P: these blocks are yours to write until deadline_s from now; one table for each of D's groups.
 
     cached_tokens: what D has of the beginning of the prompt, and P does not send. States are sent all the same.
+    arrived: what has come from P's process in an earlier session, and been noticed: P does not send it again.
     """
 
     request_id: Id
     groups: Annotated[list[GrantedBlocks], Meta(min_length=1, max_length=_MAX_GROUPS)]
     deadline_s: Seconds
     cached_tokens: Count = 0
+    attempt: Attempt = 0
+    arrived: Annotated[list[Part], Meta(max_length=MAX_PARTS)] = []  # msgspec copies it
 
 
 class Refuse(_Message, frozen=True, kw_only=True, tag="refuse"):
@@ -210,6 +265,7 @@ class Refuse(_Message, frozen=True, kw_only=True, tag="refuse"):
 
     request_id: Id
     reason: Text
+    attempt: Attempt = 0
 
 
 class LayerDone(_Message, frozen=True, kw_only=True, tag="layer_done"):
@@ -242,20 +298,24 @@ class Failure(_Message, frozen=True, kw_only=True, tag="failure"):
     phase: Text
     reason: Text
     wrong: Count | None = None
+    attempt: Attempt = 0
 
 
 class ReadReference(_Message, frozen=True, kw_only=True, tag="read_reference"):
-    """D to P: show me what you have at these positions of a layer, to compare mine with."""
+    """D to P: show me what src_rank sends to dst_rank of a layer at these positions, to compare mine with."""
 
     request_id: Id
     buffer: Count
     layer: Count
     token_start: Count
     token_stop: Count
+    src_rank: Rank = 0
+    dst_rank: Rank = 0
+    attempt: Attempt = 0
 
 
 class Reference(_Message, frozen=True, kw_only=True, tag="reference"):
-    """P to D: the answer; data in the order [K/V][position][head][channel], all heads of the model."""
+    """P to D: the answer; data in the order [K/V][position][head][channel], of the heads that src_rank sends."""
 
     request_id: Id
     buffer: Count
@@ -263,12 +323,15 @@ class Reference(_Message, frozen=True, kw_only=True, tag="reference"):
     token_start: Count
     token_stop: Count
     data: Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+    src_rank: Rank = 0
+    dst_rank: Rank = 0
 
 
 class Release(_Message, frozen=True, kw_only=True, tag="release"):
     """D to P: your blocks of this request are not needed any more."""
 
     request_id: Id
+    attempt: Attempt = 0
 
 
 class Finished(_Message, frozen=True, kw_only=True, tag="finished"):
@@ -282,6 +345,23 @@ class Finished(_Message, frozen=True, kw_only=True, tag="finished"):
     received_bytes: Count
     received_runs: Count
     times: Annotated[dict[Id, float], Meta(max_length=32)]
+    attempt: Attempt = 0
+
+
+class Pull(_Message, frozen=True, kw_only=True, tag="pull"):
+    """D to P: send me what you have offered. P asks for a grant then, as for any request, or refuses.
+
+    generation: of the offer, as it was named when it was made; None for whichever there is.
+    """
+
+    request_id: Id
+    generation: Count | None = None
+
+
+class Renew(_Message, frozen=True, kw_only=True, tag="renew"):
+    """D to P: I have pulled these, and still want them: hold each for its lease_s from now."""
+
+    request_ids: Annotated[list[Id], Meta(min_length=1, max_length=MAX_RENEWALS)]
 
 
 class TierHello(_Message, frozen=True, kw_only=True, tag="tier_hello"):
@@ -395,8 +475,8 @@ class Bye(_Message, frozen=True, kw_only=True, tag="bye"):
 
 Message = (
     Hello | Welcome | Reject | TransferRequest | Grant | Refuse | LayerDone | Complete | Failure
-    | ReadReference | Reference | Release | Finished | TierHello | TierWelcome | TierLookup | TierFound | TierDone
-    | Call | Answer | Heartbeat | Bye
+    | ReadReference | Reference | Release | Finished | Pull | Renew
+    | TierHello | TierWelcome | TierLookup | TierFound | TierDone | Call | Answer | Heartbeat | Bye
 )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """A request's life on either side of a transfer: KVProducer in the prefill node, KVConsumer in the decode node."""
 
 from pdtx.engine.consumer import KVConsumer
+from pdtx.engine.coverage import check_compatible
 from pdtx.engine.describe import BufferFacts, CacheFacts, describe_cache, facts_of
 from pdtx.engine.inbound import Arrived, InboundRequest
-from pdtx.engine.matching import Match, check_compatible, match_caches
+from pdtx.engine.matching import Match, match_caches
 from pdtx.engine.outbound import OutboundRequest
 from pdtx.engine.peer_tier import PeerTier
 from pdtx.engine.producer import KVProducer

@@ -28,6 +28,11 @@ class BufferFacts:
     layer_names: Sequence[str]
     layout: AnyLayout
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of it that the process has."""
+        return len(self.layer_names)
+
 
 @dataclass(frozen=True)
 class CacheFacts:
@@ -43,12 +48,22 @@ class CacheFacts:
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
+        """Tensor-parallel ranks of the model."""
         return self.description.tp_size
 
+    @property
+    def ranks(self) -> range:
+        """Those of them that this process has."""
+        return self.description.ranks
 
-def describe_cache(cache: "KVCaches", *, model: str, fingerprint: str) -> CacheDescription:
-    """Return the description that the handshake carries. fingerprint: of the model's config and weights."""
+
+def describe_cache(
+    cache: "KVCaches", *, model: str, fingerprint: str, not_transferred: Sequence[str] = ()
+) -> CacheDescription:
+    """Return the description that the handshake carries. fingerprint: of the model's config and weights.
+
+    not_transferred: names of layers that do not move, whichever side has them: a draft model's, for example.
+    """
     groups = [
         GroupDescription(
             name=group.name,
@@ -66,6 +81,7 @@ def describe_cache(cache: "KVCaches", *, model: str, fingerprint: str) -> CacheD
         groups=groups,
         buffers=[_describe_buffer(buffer, cache.groups[buffer.group].name) for buffer in cache.buffers],
         tp_size=cache.tp_size,
+        not_transferred=list(not_transferred),
     )
 
 
@@ -85,7 +101,8 @@ def _describe_buffer(buffer: "PagedBuffer", group: str) -> BufferDescription:
 
 def own_facts(cache: "KVCaches", description: CacheDescription) -> CacheFacts:
     """Return the facts of a node's own cache. Raises InputError for the description of another cache."""
-    own = describe_cache(cache, model=description.model, fingerprint=description.fingerprint)
+    kept = description.not_transferred
+    own = describe_cache(cache, model=description.model, fingerprint=description.fingerprint, not_transferred=kept)
     own = msgspec.structs.replace(own, device=description.device)  # a text, for people
     found = _difference(msgspec.to_builtins(description), msgspec.to_builtins(own), "")
     if found is not None:

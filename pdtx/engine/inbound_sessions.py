@@ -4,6 +4,7 @@ import logging
 
 import msgspec
 
+from pdtx.engine.coverage import require_all_received
 from pdtx.engine.describe import CacheFacts, facts_of
 from pdtx.engine.handshake import check_hello, new_session
 from pdtx.engine.inbound import Session
@@ -31,7 +32,9 @@ class SessionTable:
     def make(self, peer: bytes, hello: Hello) -> Session:
         """Return a session for a producer. Raises IncompatiblePeer or ProtocolError."""
         check_hello(hello)
-        return new_session(peer, hello.engine_id, self._match(hello.cache))
+        match = self._match(hello.cache)
+        require_all_received([match])
+        return new_session(peer, hello.engine_id, match)
 
     def _match(self, description: CacheDescription) -> Match:
         key = msgspec.msgpack.encode(description)

@@ -7,14 +7,15 @@ from functools import cached_property
 import numpy as np
 
 from pdtx.cache.verify import Naming
-from pdtx.engine.describe import BufferFacts, CacheFacts, facts_of
+from pdtx.engine.describe import BufferFacts, CacheFacts
 from pdtx.engine.specs import spec_fields
 from pdtx.errors import IncompatiblePeer, ParallelError, PdtxError
+from pdtx.kvspec import KVCacheSpec
 from pdtx.layout import Layout
 from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import CacheDescription, GroupDescription
+from pdtx.protocol import GroupDescription
 from pdtx.text import printable
 from pdtx.transports.base import TransferKey
 from pdtx.units import ceil_div
@@ -31,13 +32,17 @@ _MAX_MODEL = 200
 _ADVICE = {"dtype": "give both sides the same --dtype; caches are shipped as they are, never converted"}
 
 
+ABSENT = -1
+"""Stands for a layer that the producer's process does not have, or that does not move."""
+
+
 @dataclass(frozen=True)
 class BufferMatch:
-    """One buffer of the consumer and the producer's of the same name.
+    """One buffer of the consumer's process and the buffer of the same name of the producer's.
 
     index, group: the consumer's; producer_index, producer_group: the producer's.
-    layers: the producer's layer for each of the consumer's.
-    moves: what goes from which rank to which.
+    layers: the producer's layer for each of the consumer's; ABSENT where nothing comes from this process.
+    moves: what goes from which rank to which, of the ranks that the two processes have.
     """
 
     index: int
@@ -68,7 +73,7 @@ class BufferMatch:
     @cached_property
     def layer_index(self) -> dict[int, int]:
         """From the producer's layer to the consumer's."""
-        return {theirs: ours for ours, theirs in enumerate(self.layers)}
+        return {theirs: ours for ours, theirs in enumerate(self.layers) if theirs != ABSENT}
 
     def source(self, block_ids: Int64s) -> Endpoint:
         """Return the producer's side of a plan, from its block table."""
@@ -125,16 +130,16 @@ class BufferMatch:
 
     def consecutive(self, layers: range) -> bool:
         """Whether the consumer's layers lie one after another at the producer, so that one plan can carry them."""
-        return self.layers[layers.start : layers.stop] == tuple(
-            range(self.layers[layers.start], self.layers[layers.start] + len(layers))
-        )
+        first = self.layers[layers.start]
+        return first != ABSENT and self.layers[layers.start : layers.stop] == tuple(range(first, first + len(layers)))
 
 
 @dataclass(frozen=True)
 class Match:
-    """Which buffer, layer and rank of a producer belongs to which of a consumer.
+    """Which buffer, layer and rank of a producer's process belongs to which of a consumer's.
 
-    buffers: in the consumer's order. not_sent: layers that only the producer has, as "buffer BUFFER layer LAYER".
+    buffers: those that anything moves of, in the consumer's order. not_sent: layers that only the producer has, as
+    "buffer BUFFER layer LAYER".
     """
 
     producer: CacheFacts
@@ -145,50 +150,78 @@ class Match:
     @property
     def not_sent_text(self) -> str:
         """not_sent for a message, at a bearable length."""
-        rest = len(self.not_sent) - _MOST_NAMED
-        named = ", ".join(self.not_sent[:_MOST_NAMED])
-        return f"{named} and {rest} more" if rest > 0 else named
+        return some_of(self.not_sent)
 
     @cached_property
     def of_producer(self) -> dict[int, BufferMatch]:
         """From the producer's index of a buffer to its match; absent where the consumer has no such buffer."""
         return {match.producer_index: match for match in self.buffers}
 
+    @cached_property
+    def of_consumer(self) -> dict[int, BufferMatch]:
+        """From the consumer's index of a buffer to its match; absent where the producer has no such buffer."""
+        return {match.index: match for match in self.buffers}
 
-def check_compatible(producer: CacheDescription, consumer: CacheDescription) -> None:
-    """Raise IncompatiblePeer or ProtocolError unless the caches can exchange what they hold, see match_caches."""
-    match_caches(facts_of(producer), facts_of(consumer))
+    @property
+    def moves_anything(self) -> bool:
+        """Whether anything goes from one process to the other, so that they need a data connection."""
+        return any(match.moves for match in self.buffers)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return names for a message, at a bearable length."""
+    rest = len(names) - _MOST_NAMED
+    named = ", ".join(names[:_MOST_NAMED])
+    return f"{named} and {rest} more" if rest > 0 else named
 
 
 def match_caches(producer: CacheFacts, consumer: CacheFacts) -> Match:
-    """Match two caches by the names of buffers and layers.
+    """Match the cache of a producer's process with that of a consumer's, by the names of buffers and layers.
 
     Layouts, block sizes that divide one another, pool sizes, tensor-parallel sizes that the heads allow and devices may
-    differ: the plan bridges them. The producer may have buffers and layers that the consumer lacks.
+    differ: the plan bridges them. Either process may have only some of its model's ranks and layers; whether all
+    processes together have everything is for pdtx.engine.coverage to say.
     Raises IncompatiblePeer, naming the first field that differs and both values.
     """
-    theirs = {buffer.name: place for place, buffer in enumerate(producer.buffers)}
-    pairs = list[tuple[BufferFacts, BufferFacts]]()
-    for buffer in consumer.buffers:
-        if buffer.name not in theirs:
-            raise IncompatiblePeer(f"buffer {buffer.name}", "absent", "present", "run the same model on both sides")
-        pairs.append((producer.buffers[theirs[buffer.name]], buffer))
+    pairs = _pairs(producer, consumer)
     # The specs first: "dtype" says more than a fingerprint that differs because of it.
-    for ours, other in pairs:
-        _check_specs(ours, other)
-    for ours, other in pairs:
-        _check_groups(other.name, producer.groups[ours.group], consumer.groups[other.group])
-        _check_layers(ours, other)
+    for pair in pairs:
+        _check_specs(pair.producer, pair.consumer)
+    for pair in pairs:
+        ours, theirs = producer.groups[pair.producer.group], consumer.groups[pair.consumer.group]
+        _check_groups(pair.consumer.name, ours, theirs)
     mine, peers = producer.description, consumer.description
     if mine.fingerprint != peers.fingerprint:
         advice = "the models are {} and {}".format(*(printable(each.model[:_MAX_MODEL]) for each in (mine, peers)))
         raise IncompatiblePeer("fingerprint", mine.fingerprint, peers.fingerprint, advice)
-    tp_sizes = producer.tp_size, consumer.tp_size
-    found = tuple(
-        _match_buffer(index, theirs[other.name], ours, other, consumer.groups[other.group].name, tp_sizes)
-        for index, (ours, other) in enumerate(pairs)
-    )
+    found = tuple(_match_buffer(pair, producer, consumer) for pair in pairs)
     return Match(producer, consumer, found, _not_sent(producer, found))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Buffers of one name with layers in common, and their indices."""
+
+    producer_index: int
+    producer: BufferFacts
+    index: int
+    consumer: BufferFacts
+    layers: tuple[int, ...]
+
+
+def _pairs(producer: CacheFacts, consumer: CacheFacts) -> list[_Pair]:
+    places = {buffer.name: place for place, buffer in enumerate(producer.buffers)}
+    kept = {*producer.description.not_transferred, *consumer.description.not_transferred}
+    found = list[_Pair]()
+    for index, buffer in enumerate(consumer.buffers):
+        place = places.get(buffer.name)
+        if place is None:
+            continue
+        at = {name: layer for layer, name in enumerate(producer.buffers[place].layer_names) if name not in kept}
+        layers = tuple(at.get(name, ABSENT) for name in buffer.layer_names)
+        if any(layer != ABSENT for layer in layers):
+            found.append(_Pair(place, producer.buffers[place], index, buffer, layers))
+    return found
 
 
 def _check_specs(producer: BufferFacts, consumer: BufferFacts) -> None:
@@ -211,43 +244,39 @@ def _check_groups(buffer: str, producer: GroupDescription, consumer: GroupDescri
         raise IncompatiblePeer(field, str(producer.block_size), str(consumer.block_size), advice)
 
 
-def _check_layers(producer: BufferFacts, consumer: BufferFacts) -> None:
-    held = set(producer.layer_names)
-    lacking = next((name for name in consumer.layer_names if name not in held), None)
-    if lacking is not None:
-        raise IncompatiblePeer(
-            f"layer {lacking} of buffer {consumer.name}", "absent", "present", "run the same model on both sides"
-        )
-
-
-def _match_buffer(
-    index: int,
-    producer_index: int,
-    producer: BufferFacts,
-    consumer: BufferFacts,
-    group_name: str,
-    tp_sizes: tuple[int, int],
-) -> BufferMatch:
+def all_moves(spec: KVCacheSpec, src_tp: int, dst_tp: int) -> tuple[RankTransfer, ...]:
+    """Return what moves of a layer between all ranks of both sides. Raises IncompatiblePeer where that cannot be."""
     try:
-        moves = transfers(consumer.spec, *tp_sizes)
+        return transfers(spec, src_tp, dst_tp)
     except ParallelError as error:
-        raise IncompatiblePeer("tp_size", str(tp_sizes[0]), str(tp_sizes[1]), str(error)) from None
-    place = {name: at for at, name in enumerate(producer.layer_names)}
-    layers = tuple(place[name] for name in consumer.layer_names)
-    match = BufferMatch(
-        index, consumer.group, group_name, producer_index, producer.group, consumer, producer, layers, moves
+        raise IncompatiblePeer("tp_size", str(src_tp), str(dst_tp), str(error)) from None
+
+
+def _match_buffer(pair: _Pair, producer: CacheFacts, consumer: CacheFacts) -> BufferMatch:
+    theirs = pair.consumer
+    moves = tuple(
+        move
+        for move in all_moves(theirs.spec, producer.tp_size, consumer.tp_size)
+        if move.src_rank in producer.ranks and move.dst_rank in consumer.ranks
     )
+    group = consumer.groups[theirs.group].name
+    match = BufferMatch(
+        pair.index, theirs.group, group, pair.producer_index, pair.producer.group, theirs, pair.producer, pair.layers,
+        moves,
+    )  # fmt: skip
+    first = next(layer for layer, held in enumerate(pair.layers) if held != ABSENT)
     try:
         for move in moves:
-            match.plan(move, match.source_stand_in(1), Endpoint.stand_in(consumer.layout, 1), range(1), range(1))
+            here, there = match.source_stand_in(1), Endpoint.stand_in(theirs.layout, 1)
+            match.plan(move, here, there, range(first, first + 1), range(1))
     except PdtxError as error:
-        field = f"layout of buffer {consumer.name}"
-        raise IncompatiblePeer(field, producer.layout.name, consumer.layout.name, str(error)) from None
+        field = f"layout of buffer {theirs.name}"
+        raise IncompatiblePeer(field, pair.producer.layout.name, theirs.layout.name, str(error)) from None
     return match
 
 
 def _not_sent(producer: CacheFacts, matches: Sequence[BufferMatch]) -> tuple[str, ...]:
-    """Name the producer's layers that no consumer's layer is matched with."""
+    """Name the producer's layers that no layer of the consumer's process is matched with."""
     matched = {match.producer_index: match.layer_index for match in matches}
     return tuple(
         f"buffer {buffer.name} layer {name}"

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from pdtx.cache import KVCaches
 from pdtx.engine.control_channel import ControlChannel
+from pdtx.engine.coverage import require_all_sent
 from pdtx.engine.describe import CacheFacts
 from pdtx.engine.handshake import choose_endpoint, make_hello, match_welcome
 from pdtx.engine.path import check_path
@@ -49,8 +50,9 @@ class SessionOpener:
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"{channel.address} answered with a {type(answer).__name__}")
         match = match_welcome(answer, self._facts)
+        require_all_sent([match])
         if match.not_sent:
-            logger.warning("%s does not have %s: not sent", answer.engine_id, match.not_sent_text)
+            logger.info("not transferred to %s: %s", answer.engine_id, match.not_sent_text)
         endpoint = choose_endpoint(answer, self._mover.name)
         connection = self._mover.connect(endpoint.address, answer.session_id, answer.token, deadline)
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from pdtx import __version__
 from pdtx.cache import KVCaches
 from pdtx.engine.control_channel import ControlChannel
+from pdtx.engine.coverage import require_all_received
 from pdtx.engine.describe import facts_of, own_facts
 from pdtx.engine.matching import match_caches
 from pdtx.engine.peer_loads import PeerLease, Piece, Way
@@ -136,6 +137,7 @@ class PeerTier(Tier):
         if not isinstance(welcome, TierWelcome):
             raise ProtocolError(f"{self.address} answered with a {type(welcome).__name__}")
         match = match_caches(facts_of(welcome.cache), self._facts)
+        require_all_received([match])
         endpoint = next((each for each in welcome.data_endpoints if each.mover == self.mover.name), None)
         if endpoint is None:
             offered = ", ".join(each.mover for each in welcome.data_endpoints)

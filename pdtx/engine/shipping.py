@@ -161,5 +161,7 @@ class Shipper:
             layer=ask.layer,
             token_start=ask.token_start,
             token_stop=ask.token_stop,
+            src_rank=ask.src_rank,
+            dst_rank=ask.dst_rank,
             data=rows.numpy().tobytes(),
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from pdtx import __version__
 from pdtx.address import join_address, parse_address
+from pdtx.engine.coverage import require_all_received
 from pdtx.engine.describe import facts_of, own_facts
 from pdtx.engine.handshake import make_reject, new_session
 from pdtx.engine.inbound import Session
@@ -209,6 +210,7 @@ class TierServer:
             advice = "give both nodes the same --kv-offloading-block-size"
             raise IncompatiblePeer("block size of the tier", str(ours), str(theirs), advice)
         match = match_caches(self._facts, facts_of(hello.cache))
+        require_all_received([match])
         return new_session(peer, hello.engine_id, match)
 
     def _on_lookup(self, session: Session, ask: TierLookup) -> None:
