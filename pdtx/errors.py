@@ -28,6 +28,7 @@ PdtxError                        exit code 1
 ├── TransferError                a payload did not arrive, with how far it came
 │   ├── TransferAborted          cancelled before it was finished
 │   ├── TransferRefused          the receiver granted no such transfer
+│   ├── LeaseExpired             an offered request was not read within its lease
 │   └── DeadlineExceeded         a wait ended by its deadline; names phase and peer
 ├── VerificationError            bytes arrived that are not the source's
 └── EngineError                  an error of pdtx itself; please report it
@@ -197,6 +198,18 @@ class DeadlineExceeded(TransferError):
         self.phase, self.peer, self.seconds = phase, peer, seconds
         text = f"deadline of {seconds:g} s exceeded while waiting for {phase} from {peer}"
         super().__init__(f"{text} ({detail})" if detail else text)
+
+
+class LeaseExpired(TransferError):
+    """An offered request was not read within its lease.
+
+    seconds: of the lease. reader: who had begun to read it; "" for nobody.
+    """
+
+    def __init__(self, request_id: str, seconds: float, reader: str) -> None:
+        self.seconds, self.reader = seconds, reader
+        what = f"{reader} did not read all of it, nor renew the lease" if reader else "nobody has pulled it"
+        super().__init__(f"the lease of request {request_id} ended after {seconds:g} s: {what}")
 
 
 class VerificationError(PdtxError):

@@ -1,12 +1,12 @@
-"""The control channel of a producer, or of who reads a tier: dialled, greeted, and dialled again when it was lost."""
+"""Control channels: one that is dialled, greeted, and dialled again when it was lost; one that a peer has dialled."""
 
 import queue
 import time
 from collections.abc import Callable
 
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerLost
-from pdtx.protocol import Hello, Message, Reject, TierHello, TierWelcome, Welcome
-from pdtx.sidechannel import Dialer, Security
+from pdtx.protocol import Bye, Hello, Message, Reject, TierHello, TierWelcome, Welcome
+from pdtx.sidechannel import Dialer, Listener, Security
 from pdtx.text import reason_of
 
 
@@ -99,3 +99,25 @@ class ControlChannel:
         self._answer.put(PeerLost(f"the channel to {self.address} was closed"))
         if self._dialer is not None:
             self._dialer.close(linger_s)
+
+
+class AcceptedChannel:
+    """A channel that a peer of a listener has dialled. lost: set by the owner of the listener."""
+
+    def __init__(self, listener: Listener, peer: bytes) -> None:
+        self._listener, self._peer = listener, peer
+        self.address = listener.endpoint
+        self.lost: PdtxError | None = None
+
+    def send(self, message: Message | bytes) -> None:
+        """Send a message; a peer that is gone does not get it. Raises ProtocolError."""
+        self._listener.send(self._peer, message)
+
+    def give_up(self, reason: str) -> None:
+        """Take the peer for lost. Only from the listener's thread."""
+        self._listener.give_up(self._peer, reason)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Say goodbye."""
+        if self.lost is None:
+            self._listener.send(self._peer, Bye(reason="the session was closed"))

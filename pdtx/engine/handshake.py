@@ -2,27 +2,59 @@
 
 import secrets
 import uuid
+from dataclasses import dataclass
 
 from pdtx import __version__
+from pdtx.arguments import integer
 from pdtx.engine.describe import CacheFacts, facts_of
 from pdtx.engine.inbound import Session
 from pdtx.engine.matching import Match, match_caches
-from pdtx.errors import IncompatiblePeer, PdtxError
-from pdtx.protocol import PROTOCOL_VERSION, CacheDescription, DataEndpoint, Hello, Reject, Welcome
+from pdtx.errors import IncompatiblePeer, InputError, PdtxError
+from pdtx.protocol import MAX_PROCESSES, PROTOCOL_VERSION, CacheDescription, DataEndpoint, Hello, Reject, Welcome
 from pdtx.text import reason_of
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Which process of which engine this is: number process of processes. Raises InputError for what cannot be."""
+
+    engine_id: str
+    process: int = 0
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        integer("processes", self.processes, 1, MAX_PROCESSES)
+        integer(f"process, of {self.processes},", self.process, 0, self.processes - 1)
+
+    @classmethod
+    def of(cls, role: str, engine_id: str | None, process: int, processes: int) -> "ProcessIdentity":
+        """Return an identity, with a name made up where there is none, which several processes cannot do."""
+        if engine_id is None and processes != 1:
+            raise InputError(f"an engine of {processes} processes needs a name that they share; give engine_id")
+        return cls(engine_id or f"{role}-{uuid.uuid4().hex[:8]}", process, processes)
+
+    def __str__(self) -> str:
+        which = f" process {self.process} of {self.processes}" if self.processes > 1 else ""
+        return f"{self.engine_id}{which}"
+
 
 # -- the producer ------------------------------------------------------------------------------------------------------
 
 
-def make_hello(engine_id: str, cache: CacheDescription, mover: str) -> Hello:
-    """Return what a producer says first."""
+def make_hello(
+    identity: ProcessIdentity, incarnation: str, cache: CacheDescription, mover: str, *, resumes: bool = False
+) -> Hello:
+    """Return what a producer says of itself. incarnation: see Hello."""
     return Hello(
         protocol=PROTOCOL_VERSION,
         pdtx_version=__version__,
-        engine_id=engine_id,
-        incarnation=uuid.uuid4().hex,
+        engine_id=identity.engine_id,
+        process=identity.process,
+        processes=identity.processes,
+        incarnation=incarnation,
         cache=cache,
         movers=[mover],
+        resumes=resumes,
     )
 
 

@@ -8,7 +8,7 @@ from pdtx.cache import CallerTables, GroupBlocks
 from pdtx.engine.control_thread import ControlThread, Owned
 from pdtx.engine.landing import Landing
 from pdtx.engine.matching import Match
-from pdtx.engine.states import InboundState, check_transition
+from pdtx.engine.states import INBOUND, InboundState, check_transition
 from pdtx.errors import PdtxError, VerificationError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Reference, TransferRequest
@@ -139,7 +139,7 @@ class InboundRequest(Owned):
 
     def go(self, state: InboundState) -> None:
         """Change the state. Raises IllegalTransition."""
-        check_transition(self.request_id, self.state, state)
+        check_transition(self.request_id, INBOUND, self.state, state)
         self.state = state
 
     def granted(self, group: int) -> Int64s:

@@ -1,29 +1,26 @@
 """The producer: ships a request's cache out of the prefill node, layer by layer, and waits for its end."""
 
+import itertools
+import secrets
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 
 from pdtx.arguments import integer, integers, seconds
 from pdtx.cache import BlockTables, CallerBlocks, CallerTables, GroupAllocator, GroupBlocks, KVCaches, record_fence
-from pdtx.engine.control_channel import ControlChannel
-from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
+from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.describe import own_facts
+from pdtx.engine.handshake import ProcessIdentity
 from pdtx.engine.opening import SessionOpener
-from pdtx.engine.outbound import OutboundRequest, Piece, ReadySlice
+from pdtx.engine.outbound import OutboundRequest, ReadySlice
 from pdtx.engine.outbound_control import OutboundControl
+from pdtx.engine.outbound_leg import Leg, Piece
+from pdtx.engine.outbound_session import DecodeEngine, OutboundSession
+from pdtx.engine.producer_sessions import ProducerSessions
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
-from pdtx.errors import (
-    DeadlineExceeded,
-    InputError,
-    PdtxError,
-    PeerLost,
-    ProtocolError,
-    TransferAborted,
-)
+from pdtx.errors import DeadlineExceeded, InputError, PdtxError, PeerLost, ProtocolError, TransferAborted
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import (
     MAX_COUNT,
@@ -32,7 +29,6 @@ from pdtx.protocol import (
     Finished,
     Message,
     Reference,
-    Reject,
     Welcome,
     encode,
     request_id_of,
@@ -46,16 +42,23 @@ _GRACE_S = 5.0
 
 
 class KVProducer:
-    """The prefill node's engine: one consumer, many requests. Safe to use from several threads.
+    """The prefill node's engine, or one of its processes: many requests, to one consumer or several.
+
+    Safe to use from several threads.
 
     mode: how pieces move; auto picks for each by costs, of transports on this machine.
     blocks: the caller's, whose block tables begin() and extend() take; None for a pool of the producer's own.
+    engine_id, process, processes: of an engine whose ranks, or stages of layers, are processes of their own. Each then
+    begins every request, under the same request id.
+    resumes: whether what a lost connection or consumer has not received goes on in another session, until the request's
+    deadline; only pieces that have not arrived are sent again.
 
     The life of a request: begin() asks for a grant; layer_ready() as each layer is computed; computed() after the last
     one; wait(), or poll(), for what the consumer made of it. Blocks are given back when the consumer releases them, or
-    when the request has ended and no transfer reads them any more.
+    when the request has ended and no transfer reads them any more. offer() instead of begin() holds them for a consumer
+    that pulls.
 
-    Raises InputError for the description, or blocks, of another cache.
+    Raises InputError for the description, or blocks, of another cache, or for an identity that cannot be.
     """
 
     def __init__(
@@ -65,81 +68,120 @@ class KVProducer:
         mover: Mover,
         *,
         engine_id: str | None = None,
+        process: int = 0,
+        processes: int = 1,
         mode: Mode = Mode.AUTO,
         costs: CostTable | None = None,
         blocks: CallerBlocks | None = None,
+        resumes: bool = False,
     ) -> None:
         self.cache, self.description, self.mover = cache, description, mover
         self.registration = CacheRegistration()
         if blocks is not None:
             blocks.require_for(cache.groups)
         self.pool: GroupAllocator | CallerBlocks = blocks or GroupAllocator.of(cache.groups)
-        self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
+        self.identity = ProcessIdentity.of("prefill", engine_id, process, processes)
+        self.engine_id = self.identity.engine_id
         facts = own_facts(cache, description)
-        self._opener = SessionOpener(self.engine_id, cache, facts, mover, mode=mode, costs=costs or CostTable({}))
+        opener = self._opener = SessionOpener(
+            self.identity, cache, facts, mover, mode=mode, costs=costs or CostTable({}), resumes=resumes
+        )
         self._bell = threading.Condition()
-        self._channel: ControlChannel | None = None
-        self._inbox = PeerInbox()
+        self._attempts = itertools.count(1)
         effects = _Effects(self)
-        self.core = OutboundControl(cache, self.pool, effects)
+        self.core = OutboundControl(cache, self.pool, effects, resumes=resumes)
         self.control = ControlThread("pdtx-producer", self.core.tick)
+        self._sessions = ProducerSessions(self.core, self.control, opener)
         self._shipper = Shipper(cache, effects)
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     @property
     def consumer(self) -> Welcome | None:
-        """What the consumer said last when hands were shaken; None before connect()."""
-        return self.core.session.route.welcome if self.core.session.route is not None else None
+        """What the first consumer's first process said last when hands were shaken; None before connect()."""
+        route = self.core.session.route
+        return route.welcome if route is not None else None
 
     @property
     def peer(self) -> str:
-        """The consumer's name, for messages."""
+        """The first consumer's name, for messages."""
         return self.core.session.peer
 
     @property
     def not_sent(self) -> tuple[str, ...]:
-        """Layers of this cache that the consumer does not have, so that they stay here; empty before connect()."""
-        return self.core.session.route.match.not_sent if self.core.session.route is not None else ()
+        """Layers of this cache that stay here, as neither side wants them moved; empty before connect()."""
+        matches = [route.match for engine in self.core.engines[:1] for route in engine.routes]
+        return tuple(
+            name for name in (matches[0].not_sent if matches else ()) if all(name in m.not_sent for m in matches)
+        )
 
     @property
     def path(self) -> Path | None:
-        """What carries the payload, as found after connect(); None before."""
-        return self.core.session.route.connection.path if self.core.session.route is not None else None
+        """What carries the payload, as found after connect(); None before, or where nothing moves from here."""
+        routes = [route for engine in self.core.engines for route in engine.routes]
+        return next((route.connection.path for route in routes if route.carries), None)
+
+    @property
+    def expired(self) -> int:
+        """Offers that nobody has read within their leases."""
+        return self.core.offers.expired
+
+    @property
+    def late_reads(self) -> int:
+        """Pulls that were refused because the offer's lease had ended, or it had been pulled before."""
+        return self.core.offers.late_reads
+
+    @property
+    def unknown_reads(self) -> int:
+        """Pulls that were refused because nothing was offered by that name, or only in another generation."""
+        return self.core.offers.unknown_reads
 
     def connect(
-        self, address: str, *, security: Security, timeout_s: float = 10.0, require: PathKind | None = None
-    ) -> None:
-        """Register the cache, shake hands with the consumer at address, and open the data connection.
+        self,
+        addresses: str | Sequence[str],
+        *,
+        security: Security,
+        timeout_s: float = 10.0,
+        require: PathKind | None = None,
+    ) -> DecodeEngine:
+        """Register the cache, shake hands with all processes of a consumer, and open the data connections.
 
-        require: what must carry the payload. Raises WrongTransport if something else would, before any payload;
-        PeerUnreachable, AuthenticationFailed, IncompatiblePeer, ProtocolError or DeadlineExceeded; TransferError for a
-        cache that cannot be registered; InputError if it is to be staged by a transport that cannot, or for a producer
-        that was closed.
+        addresses: of its processes, each once; or that of its only one. A producer can be connected to several
+        consumers, of which begin(to=) names one. require: what must carry the payload.
+        Raises WrongTransport if something else would, before any payload; PeerUnreachable, AuthenticationFailed,
+        IncompatiblePeer, ProtocolError or DeadlineExceeded; TransferError for a cache that cannot be registered;
+        InputError if it is to be staged by a transport that cannot, for addresses that are not those of one consumer's
+        processes, or for a producer that was closed.
         """
         timeout_s = seconds("timeout_s", timeout_s)
+        named = [addresses] if isinstance(addresses, str) else list(addresses)
         self._require_open()
-        if self.core.session.route is not None:
-            raise InputError(f"this producer is connected to {self.peer}; make another one for another consumer")
+        if not named or len(set(named)) < len(named):
+            raise InputError(f"the addresses {named} are to be those of a consumer's processes; give each once")
         self.registration = register_cache(self.mover, self.cache)
         self._opener.require = require
-        channel = self._channel = ControlChannel(address, security, self._on_message, self._on_lost)
-        try:
-            route = self._opener.open(channel, timeout_s)
-        except BaseException:
-            channel.close()  # or its heartbeats would keep the consumer's session alive
-            raise
-        self.control.call(self.core.on_opened, route, channel.lost)
+        engine = self._sessions.connect(named, security, timeout_s)
         try:
             self._require_open()
         except InputError:  # close() may have looked for something to close before this was there
-            route.connection.close()
-            channel.close()
+            self._sessions.close()
             raise
+        return engine
+
+    def listen(self, address: str, *, security: Security, require: PathKind | None = None) -> str:
+        """Register the cache, and serve consumers that pull what is offered; return the address ("HOST:PORT").
+
+        Raises AddressInUse, TransferError for memory that cannot be registered, or InputError for an address that needs
+        keys, or a producer that listens already or was closed.
+        """
+        self._require_open()
+        self.registration = register_cache(self.mover, self.cache)
+        self._opener.require = require
+        return self._sessions.listen(address, security)
 
     def _require_open(self) -> None:
-        if self.core.session.over is not None:
-            raise InputError(f"{self.core.session.over}; make another producer")
+        if self.core.over is not None:
+            raise InputError(f"{self.core.over}; make another producer")
 
     def stop(self) -> None:
         """Let requests that have not ended fail, and all that begin from now on; close() releases what they used.
@@ -151,14 +193,7 @@ class KVProducer:
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""
         self.control.call(self.core.close, PeerLost("the producer was closed"))
-        if self._channel is not None:
-            self._channel.close()
-        self._opener.close()
-        if self._channel is not None:
-            self._channel.close()  # again: what was being opened may have dialled anew
-        route = self.control.call(lambda: self.core.session.route)  # after what was opened just now
-        if route is not None:
-            route.connection.close()
+        self._sessions.close()
         self._shipper.close()
         self.control.close()
 
@@ -174,46 +209,93 @@ class KVProducer:
         ignore_eos: bool = False,
         num_tokens: int | None = None,
         tables: BlockTables | None = None,
+        to: DecodeEngine | None = None,
     ) -> OutboundRequest:
         """Take blocks for a prompt and ask the consumer for a grant; waits neither for it nor for a session.
 
         num_tokens: of the prompt, where token_ids are not named; a consumer's tiers need those. max_tokens: that the
         consumer is to generate; 0 where it decides by itself. timeout_s: within which the consumer must have finished.
         tables: a block table for each group, where blocks are the caller's; they may grow by extend().
+        to: the consumer, as connect() returned it, where there are several.
         Raises OutOfBlocks; InputError for what a request cannot have, a request id in use, or before connect();
         CacheError for tables that cannot be, ProtocolError for a request that no message can carry, or what ended the
         last session for good.
         """
+        request = self._request(request_id, token_ids, num_tokens, max_tokens, timeout_s, ignore_eos=ignore_eos)
+        return self._start(request, tables, to)
+
+    def offer(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] = (),
+        *,
+        lease_s: float,
+        max_tokens: int = 0,
+        timeout_s: float = 600.0,
+        ignore_eos: bool = False,
+        num_tokens: int | None = None,
+        tables: BlockTables | None = None,
+    ) -> OutboundRequest:
+        """Take blocks for a prompt, and hold them for a consumer that pulls the request.
+
+        It goes on as with begin(): layer_ready(), computed(), wait() or poll(). From computed() on the blocks are held
+        for lease_s, and for as long again from each time that the consumer says that it still wants them; then they are
+        given back, and the request has failed with LeaseExpired. timeout_s: within which all of it must have ended.
+        The request's generation names this offer; a consumer that names another one does not get it.
+        Raises as begin().
+        """
+        lease_s = seconds("lease_s", lease_s)
+        if not lease_s:
+            raise InputError("lease_s is 0; give the seconds that the offer is held for")
+        request = self._request(request_id, token_ids, num_tokens, max_tokens, timeout_s, ignore_eos=ignore_eos)
+        request.lease_s, request.generation = lease_s, secrets.randbits(62)
+        return self._start(request, tables, None)
+
+    def _request(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_tokens: int | None,
+        max_tokens: int,
+        timeout_s: float,
+        *,
+        ignore_eos: bool,
+    ) -> OutboundRequest:
         request_id = request_id_of(request_id)
         tokens = integers("token_ids", token_ids, 0, MAX_COUNT)
         count = len(tokens) if num_tokens is None else integer("num_tokens", num_tokens, 0, MAX_TOKENS)
         if len(tokens) not in (0, count):
             raise InputError(f"request {request_id}: {len(tokens)} token_ids, and num_tokens is {count}")
-        request = OutboundRequest(
+        return OutboundRequest(
             request_id,
             count,
             time.monotonic() + seconds("timeout_s", timeout_s),
             token_ids=tokens,
             max_tokens=integer("max_tokens", max_tokens, 0, MAX_TOKENS),
             ignore_eos=bool(ignore_eos),
+            attempt=next(self._attempts),
             device=self.cache.device,
         )
+
+    def _start(self, request: OutboundRequest, tables: BlockTables | None, to: DecodeEngine | None) -> OutboundRequest:
         request.encode_ask()  # before blocks are taken, which nobody would give back if it raised
         if isinstance(self.pool, CallerBlocks):
             if tables is None:
                 raise InputError("blocks are the caller's here; give tables, one for each group")
-            return self._begin(request, self.pool.take(tables), [])
+            return self._begin(request, self.pool.take(tables), [], to)
         if tables is not None:
             raise InputError("this producer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
-        return self._begin(request, None, [group.table_blocks(count) for group in self.cache.groups])
+        return self._begin(request, None, [group.table_blocks(request.num_tokens) for group in self.cache.groups], to)
 
-    def _begin(self, request: OutboundRequest, blocks: CallerTables | None, places: Sequence[range]) -> OutboundRequest:
+    def _begin(
+        self, request: OutboundRequest, blocks: CallerTables | None, places: Sequence[range], to: DecodeEngine | None
+    ) -> OutboundRequest:
         request.owner = self.control
         try:
             if blocks is not None:
-                self.control.call(self.core.begin_in, request, blocks)
+                self.control.call(self.core.begin_in, request, blocks, to)
             else:
-                self.control.call(self.core.begin, request, places)
+                self.control.call(self.core.begin, request, places, to)
         except BaseException:
             # A signal's handler may have raised after it was begun.
             self.control.post(self.core.abandon, request, TransferAborted("it was interrupted while it was begun"))
@@ -324,33 +406,14 @@ class KVProducer:
     def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
         """Wait until so many blocks of each group are free, or no session will be had any more; whether they are."""
         with self._bell:
-            self._bell.wait_for(lambda: self.core.session.over is not None or self.allocator.fits(counts), timeout_s)
+            self._bell.wait_for(lambda: self._is_over or self.allocator.fits(counts), timeout_s)
         return self.allocator.fits(counts)
 
-    # -- on the channel's thread --------------------------------------------------------------------------------------
-
-    def _on_message(self, message: Message) -> None:
-        channel = self._channel
-        if channel is None:
-            return
-        match message:
-            case Welcome() | Reject():
-                channel.answer(message)
-            case _ if self._inbox.take():
-                self.control.post(self._handle, message)
-            case _:
-                channel.give_up(FLOOD)
-
-    def _handle(self, message: Message) -> None:
-        self._inbox.done()
-        self.core.on_message(message)
-
-    def _on_lost(self, reason: str) -> None:
-        # Before anything of a channel that is dialled anew: dialling ends the old one's thread, which posts this.
-        self.control.post(self._lost_now, reason)
-
-    def _lost_now(self, reason: str) -> None:
-        self.core.on_lost(PeerLost(f"lost {self.peer}: {reason}"))
+    @property
+    def _is_over(self) -> bool:
+        """Whether no session will be had any more."""
+        engines = self.core.engines
+        return self.core.over is not None or (bool(engines) and all(engine.over is not None for engine in engines))
 
 
 class _Effects:
@@ -361,36 +424,31 @@ class _Effects:
 
     # -- OutboundEffects, on the control thread -----------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
+    def send(self, session: OutboundSession, message: Message) -> None:
         """See OutboundEffects."""
-        self._send(message)
+        if session.channel is not None:
+            session.channel.send(message)
 
-    def _send(self, message: Message | bytes) -> None:
-        if self._of._channel is not None:
-            self._of._channel.send(message)
-
-    def ask(self, request: OutboundRequest) -> None:
+    def ask(self, leg: Leg) -> None:
         """See OutboundEffects."""
-        self._send(request.encoded_ask)
+        request = leg.request
+        first = leg.attempt == request.attempt
+        # The consumer has the prompt's tokens already when it is asked again.
+        data = request.encoded_ask if first else encode(request.ask(leg.attempt, ()))
+        if leg.session.channel is not None:
+            leg.session.channel.send(data)
+
+    def next_attempt(self) -> int:
+        """See OutboundEffects."""
+        return next(self._of._attempts)
 
     def ship(self, item: Item) -> None:
         """See OutboundEffects."""
         self._of._shipper.put(item)
 
-    def open_session(self, old: Route | None, timeout_s: float) -> None:
+    def open_session(self, session: OutboundSession, timeout_s: float) -> None:
         """See OutboundEffects."""
-        of, channel = self._of, self._of._channel
-        if channel is None:
-            of.control.post(of.core.on_not_opened, PeerLost("the producer was never connected; call connect()"))
-            return
-
-        def done(found: Route | PdtxError) -> None:
-            if isinstance(found, PdtxError):
-                of.control.post(of.core.on_not_opened, found)
-            else:
-                of.control.post(of.core.on_opened, found, channel.lost)
-
-        of._opener.reopen(channel, old, timeout_s, done)
+        self._of._sessions.reopen(session, timeout_s)
 
     def ring(self) -> None:
         """See OutboundEffects."""
@@ -422,8 +480,9 @@ class _Effects:
                 error = failure
         # In this order: the blocks are not read any more, and the answer may end the request at once.
         self._of.control.post(self._of.core.on_read, asked, error)
-        if error is None:
-            self._send(data)
+        channel = asked.leg.session.channel
+        if error is None and channel is not None:
+            channel.send(data)
 
     def on_probed(self, route: Route, error: PdtxError | None) -> None:
         """See ShippingEvents."""

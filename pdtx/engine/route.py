@@ -4,9 +4,33 @@ from dataclasses import dataclass
 
 from pdtx.engine.matching import Match
 from pdtx.engine.picking import ModePicker
-from pdtx.errors import PdtxError
+from pdtx.errors import PdtxError, TransferRefused
+from pdtx.plan.runs import Runs
 from pdtx.protocol import Welcome
-from pdtx.transports import Connection
+from pdtx.transports import Connection, Path, Region, TransferHandle, TransferKey
+
+
+class NoConnection(Connection):
+    """Stands for the data connection of two processes that exchange nothing but messages."""
+
+    path = Path("other", "nothing moves between these two processes")
+
+    def put(
+        self, key: TransferKey, region: Region, runs: Runs, deadline: float, *, staged: bool = False
+    ) -> TransferHandle:
+        """Raise TransferRefused."""
+        raise TransferRefused(f"{key}: {self.path.detail}")
+
+    def get(self, key: TransferKey, region: Region, runs: Runs, deadline: float) -> TransferHandle:
+        """Raise TransferRefused."""
+        raise TransferRefused(f"{key}: {self.path.detail}")
+
+    def notify(self, data: bytes, deadline: float) -> TransferHandle:
+        """Raise TransferRefused."""
+        raise TransferRefused(self.path.detail)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(eq=False)
@@ -28,3 +52,8 @@ class Route:
     def ended(self) -> PdtxError | None:
         """What ended the connection, if it has."""
         return self.connection.ended
+
+    @property
+    def carries(self) -> bool:
+        """Whether any payload goes this way."""
+        return not isinstance(self.connection, NoConnection)

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from pdtx.cache import KVCaches
-from pdtx.engine.outbound import OutboundRequest, Piece
+from pdtx.engine.matching import ABSENT
+from pdtx.engine.outbound_leg import Leg, Piece
 from pdtx.engine.registering import regions_of
 from pdtx.engine.route import Route
 from pdtx.errors import PdtxError, ProtocolError, TransferError
@@ -41,7 +42,7 @@ class Posted:
 class Asked:
     """Reference data that the consumer wants to compare with; the request's blocks stay until it has been answered."""
 
-    request: OutboundRequest
+    leg: Leg
     route: Route
     ask: ReadReference
 
@@ -63,7 +64,7 @@ class ShippingEvents(Protocol):
         """Learn that a piece is at the transport; its end is reported by its handle."""
 
     def on_dropped(self, piece: Piece, error: PdtxError | None) -> None:
-        """Learn that a piece will not be sent: because of error, or because its request has ended before."""
+        """Learn that a piece will not be sent: because of error, or because its request has ended or begun anew."""
 
     def on_read(self, asked: Asked, answer: Reference | PdtxError) -> None:
         """Take reference data for the consumer, or why it cannot be given."""
@@ -107,7 +108,7 @@ class Shipper:
             self._events.on_read(item, self._read(item))
         elif isinstance(item, Probe):
             self._probe(item.route)
-        elif item.request.has_outcome:
+        elif not item.is_current:
             self._events.on_dropped(item, None)
         else:
             self._events.on_posted(self._post(item))
@@ -128,7 +129,7 @@ class Shipper:
         began = time.monotonic()
         request, match, move = piece.request, piece.match, piece.move
         here = match.source(request.sources[match.producer_group])
-        there = match.destination(request.destinations[match.group])
+        there = match.destination(piece.leg.destinations[match.group])
         plan = match.plan(move, here, there, piece.layers, piece.positions, plans=self._plans)
         choice = piece.route.modes.pick(plan)
         planned = time.monotonic() - began
@@ -142,10 +143,15 @@ class Shipper:
 
     def _read(self, asked: Asked) -> Reference:
         """Read what the consumer wants to compare with. Raises ProtocolError if it is not a part of the request."""
-        ask, request, matches = asked.ask, asked.request, asked.route.match.buffers
-        if ask.buffer >= len(matches) or ask.layer >= len(matches[ask.buffer].layers):
-            raise ProtocolError(f"buffer {ask.buffer} layer {ask.layer} is not one that is sent")
-        match = matches[ask.buffer]
+        ask, request = asked.ask, asked.leg.request
+        match = asked.route.match.of_consumer.get(ask.buffer)
+        layer = match.layers[ask.layer] if match is not None and ask.layer < len(match.layers) else ABSENT
+        move = match.move_index.get((ask.src_rank, ask.dst_rank)) if match is not None else None
+        if match is None or layer == ABSENT or move is None:
+            raise ProtocolError(
+                f"buffer {ask.buffer} layer {ask.layer} from rank {ask.src_rank} to rank {ask.dst_rank} is not one "
+                "that is sent"
+            )
         moved = self._cache.groups[match.producer_group].positions(request.num_tokens)
         if not moved.start <= ask.token_start < ask.token_stop <= moved.stop:
             raise ProtocolError(
@@ -154,7 +160,7 @@ class Shipper:
             )
         buffer = self._cache.buffers[match.producer_index]
         table = torch.tensor(request.sources[match.producer_group], device=buffer.device)
-        rows = buffer.canonical(match.layers[ask.layer], table, ask.token_start, ask.token_stop)
+        rows = buffer.canonical(layer, table, ask.token_start, ask.token_stop)
         return Reference(
             request_id=ask.request_id,
             buffer=ask.buffer,

@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import TypeVar
 
 from pdtx.errors import IllegalTransition
 
 
 class OutboundState(Enum):
-    """A request at the producer; the value is what it waits for, in words that fit an error message."""
+    """A request at the producer; the value is what it waits for, in words that fit an error message.
 
+    It follows from how far its legs are, see OutboundRequest.state: the one that is behind all others tells.
+    """
+
+    OFFERED = "a consumer that pulls it"
     NEW = "a new session"
     ASKED = "a grant of blocks"
     COMPUTING = "prefill"
@@ -17,6 +22,25 @@ class OutboundState(Enum):
     RELEASED = "decoding"
     DRAINING = "the end of transfers that read its blocks"
     ENDED = "nothing"
+
+
+class LegState(Enum):
+    """What one process of the consumer is to get of a request; in the order in which that goes on."""
+
+    NEW = 0
+    ASKED = 1
+    GRANTED = 2
+    COMPLETED = 3
+    RELEASED = 4
+    FINISHED = 5
+
+
+class OutboundLife(Enum):
+    """A request at the producer. DRAINING: the outcome is known, and transfers may still read the blocks."""
+
+    OPEN = "open"
+    DRAINING = "draining"
+    ENDED = "ended"
 
 
 class InboundState(Enum):
@@ -30,17 +54,22 @@ class InboundState(Enum):
     ENDED = "nothing"
 
 
-OUTBOUND: Mapping[OutboundState, frozenset[OutboundState]] = {
-    OutboundState.NEW: frozenset({OutboundState.ASKED, OutboundState.DRAINING}),
-    OutboundState.ASKED: frozenset({OutboundState.COMPUTING, OutboundState.DRAINING}),
-    OutboundState.COMPUTING: frozenset({OutboundState.SENDING, OutboundState.DRAINING}),
-    OutboundState.SENDING: frozenset({OutboundState.COMPLETED, OutboundState.DRAINING}),
-    OutboundState.COMPLETED: frozenset({OutboundState.RELEASED, OutboundState.DRAINING}),
-    OutboundState.RELEASED: frozenset({OutboundState.DRAINING}),
-    OutboundState.DRAINING: frozenset({OutboundState.ENDED}),
-    OutboundState.ENDED: frozenset(),
+LEG: Mapping[LegState, frozenset[LegState]] = {
+    LegState.NEW: frozenset({LegState.ASKED}),
+    LegState.ASKED: frozenset({LegState.GRANTED, LegState.NEW}),
+    LegState.GRANTED: frozenset({LegState.COMPLETED, LegState.NEW}),
+    LegState.COMPLETED: frozenset({LegState.RELEASED, LegState.FINISHED}),
+    LegState.RELEASED: frozenset({LegState.FINISHED}),
+    LegState.FINISHED: frozenset(),
 }
-"""DRAINING: the outcome is known, and transfers may still read the blocks. ENDED: nothing does, and they are back."""
+"""Back to NEW: its session was lost, and it goes on in another one. A leg ends with its request, in any state."""
+
+OUTBOUND: Mapping[OutboundLife, frozenset[OutboundLife]] = {
+    OutboundLife.OPEN: frozenset({OutboundLife.DRAINING}),
+    OutboundLife.DRAINING: frozenset({OutboundLife.ENDED}),
+    OutboundLife.ENDED: frozenset(),
+}
+"""ENDED: nothing reads the blocks, and they are back."""
 
 INBOUND: Mapping[InboundState, frozenset[InboundState]] = {
     InboundState.QUEUED: frozenset({InboundState.LOADING, InboundState.DRAINING}),
@@ -53,9 +82,10 @@ INBOUND: Mapping[InboundState, frozenset[InboundState]] = {
 """DRAINING: the outcome is known, and transfers may still write into the blocks. ENDED: none does."""
 
 
-def check_transition(
-    request_id: str, before: OutboundState | InboundState, after: OutboundState | InboundState
-) -> None:
-    """Raise IllegalTransition unless a request may go from before to after."""
-    if after not in (OUTBOUND[before] if isinstance(before, OutboundState) else INBOUND[before]):
+State = TypeVar("State", LegState, OutboundLife, InboundState)
+
+
+def check_transition(request_id: str, table: Mapping[State, frozenset[State]], before: State, after: State) -> None:
+    """Raise IllegalTransition unless table lets a request go from before to after."""
+    if after not in table[before]:
         raise IllegalTransition(f"request {request_id} cannot go from {before.name} to {after.name}")

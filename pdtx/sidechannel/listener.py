@@ -90,8 +90,9 @@ class Listener(Channel):
             self._authenticator.stop()
         super()._release(linger_s)
 
-    def send(self, peer: bytes, message: Message) -> None:
-        """Send a message to a peer; one that is gone does not get it. Safe from any thread, never blocks.
+    def send(self, peer: bytes, message: Message | bytes) -> None:
+        """Send a message, or an encoded one, to a peer; one that is gone does not get it. Safe from any thread, never
+        blocks.
 
         Raises ProtocolError for a message that the peer would refuse.
         """
