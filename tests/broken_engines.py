@@ -7,7 +7,7 @@ import pytest
 from pdtx.engine.landing import Landing
 from pdtx.engine.outbound import OutboundRequest
 from pdtx.engine.outbound_control import OutboundControl
-from pdtx.engine.states import OutboundState
+from pdtx.engine.states import OutboundLife
 
 
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -26,9 +26,12 @@ def give_back_at_once(patch: pytest.MonkeyPatch) -> None:
     give_back = OutboundControl._return_blocks
 
     def early(self: OutboundControl, request: OutboundRequest) -> None:
-        unsent, request.unsent = request.unsent, 0
-        if request.state is not OutboundState.ENDED:
+        unsent = [leg.unsent for leg in request.legs]
+        for leg in request.legs:
+            leg.unsent = 0
+        if request.life is not OutboundLife.ENDED:
             give_back(self, request)
-        request.unsent = unsent
+        for leg, count in zip(request.legs, unsent, strict=True):
+            leg.unsent = count
 
     patch.setattr(OutboundControl, "_return_blocks", early)

@@ -23,6 +23,7 @@ from pdtx.cache import (
     group_kind,
 )
 from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest, describe_cache
+from pdtx.engine.control_thread import Owned
 from pdtx.kvspec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -271,7 +272,7 @@ def settle(engine: KVProducer | KVConsumer) -> None:
     engine.control.call(lambda: None)
 
 
-def change(engine: KVProducer | KVConsumer, request: OutboundRequest | InboundRequest, **fields: object) -> None:
+def change(engine: KVProducer | KVConsumer, request: Owned, **fields: object) -> None:
     """Change a request, on the thread that owns it."""
     for name, value in fields.items():
         engine.control.call(setattr, request, name, value)

@@ -52,12 +52,17 @@ def run_part(world: Callable[[int], RandomWorld], first: int) -> None:
     run_all(world, min(_PART, SEQUENCES - first), first)
 
 
-def transitions_of(world: Callable[[int], RandomWorld], cls: Any, patch: pytest.MonkeyPatch) -> set[tuple[Any, Any]]:  # noqa: ANN401
-    """The transitions that requests of a class make in 300 sequences."""
+def transitions_of(
+    world: Callable[[int], RandomWorld],
+    cls: Any,  # noqa: ANN401
+    patch: pytest.MonkeyPatch,
+    field: str = "state",
+) -> set[tuple[Any, Any]]:
+    """The transitions that records of a class make in 300 sequences. field: that holds their state."""
     seen, go = set[tuple[Any, Any]](), cls.go
 
     def note(request: Any, state: object) -> None:  # noqa: ANN401
-        seen.add((request.state, state))
+        seen.add((getattr(request, field), state))
         go(request, state)
 
     patch.setattr(cls, "go", note)
@@ -70,14 +75,14 @@ def transitions_in(table: Mapping[S, frozenset[S]]) -> set[tuple[S, S]]:
     return {(before, after) for before, those in table.items() for after in those}
 
 
-def require_only_these(allowed: frozenset[Any], make_request: Callable[[], Any]) -> None:
+def require_only_these(allowed: frozenset[Any], make_request: Callable[[], Any], field: str = "state") -> None:
     """Fail unless a fresh request, whose id is r, can go to the allowed states and to no other one."""
-    before = make_request().state
+    before = getattr(make_request(), field)
     for after in type(before):
         request = make_request()
         if after in allowed:
             request.go(after)
-            assert request.state is after
+            assert getattr(request, field) is after
         else:
             with pytest.raises(IllegalTransition, match=rf"request r cannot go from {before.name} to {after.name}"):
                 request.go(after)

@@ -63,9 +63,9 @@ def run(address: str, mover: str, deadline_s: float, renews: bool, beat_s: float
     wrap = lambda inner: FaultyConnection(inner, stop_in_sender_1, [])  # noqa: E731
     moving = faulty(make_mover(mover), wrap=wrap)
     producer = KVProducer(cache, describe(cache), moving)
+    producer.connect(address, security=OPEN)
     if not renews:
         producer.core.session.problem = lambda now, moving: None  # type: ignore[method-assign]
-    producer.connect(address, security=OPEN)
     pipe.send(producer.engine_id)
     for name, limit_s in (("stopped", deadline_s), ("after", 10.0)):
         pipe.recv()

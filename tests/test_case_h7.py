@@ -26,6 +26,7 @@ from pdtx.engine import InboundRequest, KVProducer, OutboundRequest
 from pdtx.engine.arrivals import Arrivals, Notice
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.outbound_control import OutboundControl
+from pdtx.engine.outbound_session import OutboundSession
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import regions_of
 from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, TransferError, VerificationError
@@ -105,10 +106,10 @@ class Case:
         self.producer, self.consumer = self.pair.producer, self.pair.consumer
         send = self.producer.core.effects.send
 
-        def say(message: Message) -> None:
+        def say(session: OutboundSession, message: Message) -> None:
             for each in self.faults.say(message):
                 self.faults.said.append(each)
-                send(each)
+                send(session, each)
 
         self.producer.core.effects.send = say  # type: ignore[method-assign]
 
@@ -392,7 +393,7 @@ def row_other_waits(mover: str) -> None:
             request_id="other", buffer=0, src_rank=1, dst_rank=0, layer_start=0, layer_stop=1, token_start=0,
             token_stop=3, nbytes=1,
         )  # fmt: skip
-        case.producer.core.effects.send(notice)
+        case.producer.core.effects.send(case.producer.core.session, notice)
         wait_until(lambda: case.consumer.unknown_notices == 1, "the notice", 2.0)
         assert received.noticed_bytes == 0
         assert case.consumer.next_ready(0.1) is None

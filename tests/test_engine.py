@@ -139,7 +139,8 @@ def test_layers_before_their_grant_wait_for_it() -> None:
         ready = pair.next_ready()
         sent = ship(pair.producer, second, [20])
         assert second.grant is None
-        assert len(second.waiting) == 2 * LAYERS
+        assert len(second.ready) == 2 * LAYERS
+        assert not second.unsent
         pair.finish(ready)
         ready = pair.next_ready()
         assert torch.equal(bits(arrived(pair.destination, ready)), bits(sent.data))
@@ -496,9 +497,13 @@ def test_a_completion_that_claims_another_size_is_refused(off_by: int) -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
         wait_until(lambda: request.grant is not None and request.unsent == 0, "all layers sent")
-        change(pair.producer, request, nbytes=request.nbytes + off_by)
+        leg = request.legs[0]
+        first = next(iter(leg.delivered))
+        change(pair.producer, leg, delivered={**leg.delivered, first: leg.delivered[first] + off_by})
         pair.producer.computed(request, 7)
-        with pytest.raises(TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes} bytes, noticed"):
+        with pytest.raises(
+            TransferError, match=rf"r wrongly: claims 20 tokens and {request.nbytes + off_by} bytes, noticed"
+        ):
             pair.producer.wait(request)
         assert pair.consumer.next_ready(0.1) is None
 
@@ -656,7 +661,7 @@ def test_the_producers_deadline_names_phase_peer_and_bytes(progress: str, phase:
             wait_until(lambda: request.grant is not None, "a grant")
         if progress == "computed":
             ship(pair.producer, request)
-            wait_until(lambda: request.completed, "a completion")
+            wait_until(lambda: request.legs[0].completed, "a completion")
         change(pair.producer, request, deadline=time.monotonic() + 0.1)
         with pytest.raises(DeadlineExceeded) as caught:
             pair.producer.wait(request)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pdtx.engine import InboundRequest, KVProducer
+from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.shipping import Item
-from pdtx.engine.states import OutboundState
+from pdtx.engine.states import LegState
 from pdtx.errors import InputError, PdtxError, PeerLost
 from pdtx.protocol import Failure, Finished, LayerDone, ReadReference, Reference, Refuse
 from pdtx.sidechannel import Dialer
@@ -133,8 +134,7 @@ def test_a_consumer_cannot_pile_up_reads_of_a_producers_cache() -> None:
         wait_until(lambda: bool(both.consumer.core.requests), "the request")
         # Complete as far as this side knows: a consumer that has not heard so verifies nothing by itself.
         wait_until(lambda: request.grant is not None, "the grant")
-        both.producer.control.call(request.go, OutboundState.SENDING)
-        both.producer.control.call(request.go, OutboundState.COMPLETED)
+        both.producer.control.call(request.legs[0].go, LegState.COMPLETED)
         both.producer._shipper._do = wait  # type: ignore[method-assign]
         (session,) = both.consumer.core.sessions.values()
         ask = ReadReference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1)
@@ -155,8 +155,7 @@ def test_reference_data_that_nobody_asked_for_is_not_kept() -> None:
         wait_until(lambda: bool(both.consumer.core.requests), "the request")
         (there,) = both.consumer.core.requests.values()
         early = Reference(request_id="r", buffer=0, layer=0, token_start=0, token_stop=1, data=b"of an earlier request")
-        channel = both.producer._channel
-        assert channel is not None
+        channel = channel_of(both.producer)
         channel.send(early)
         channel.send(LayerDone(  # comes behind it
             request_id="r", buffer=0, src_rank=0, dst_rank=0, layer_start=0, layer_stop=1, token_start=0, token_stop=1,
@@ -164,6 +163,12 @@ def test_reference_data_that_nobody_asked_for_is_not_kept() -> None:
         ))  # fmt: skip
         wait_until(lambda: bool(both.consumer.unknown_notices), "the notice")
         assert there.references.empty()
+
+
+def channel_of(producer: KVProducer) -> ControlChannel:
+    channel = producer.core.session.channel
+    assert isinstance(channel, ControlChannel)
+    return channel
 
 
 def _dialers(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None) -> list[Dialer]:
@@ -183,8 +188,7 @@ def test_a_producer_that_is_closed_while_it_dials_leaves_no_channel(monkeypatch:
     with Callers() as both:
         go = Event()
         dialled = _dialers(monkeypatch, lambda: go.wait(PATIENCE_S))
-        channel = both.producer._channel
-        assert channel is not None
+        channel = channel_of(both.producer)
         channel._lose(PeerLost("lost"), "lost")
         both.begin()
         wait_until(lambda: bool(dialled), "the second channel")
@@ -202,16 +206,15 @@ def test_a_connect_that_fails_leaves_no_channel(monkeypatch: pytest.MonkeyPatch)
         cache = caches_of(both.source)
         other = KVProducer(cache, describe(cache), make_mover("inproc"))
         with pytest.raises(PdtxError, match="mover"):
-            other.connect(f"{both.producer._channel.address}", security=OPEN)  # type: ignore[union-attr]
+            other.connect(channel_of(both.producer).address, security=OPEN)
         assert [dialer._thread.is_alive() for dialer in dialled] == [False]
         other.close()
 
 
 def test_a_lost_channel_ends_its_requests_also_where_another_is_being_dialled() -> None:
     with Callers() as both:
-        request, channel, go = both.begin(), both.producer._channel, Event()
+        request, channel, go = both.begin(), channel_of(both.producer), Event()
         wait_until(lambda: bool(both.consumer.core.requests), "the request")
-        assert channel is not None
         both.producer.control.post(go.wait, PATIENCE_S)
         channel._lose(PeerLost("it was killed"), "it was killed")
         channel._lost = None  # as dialling anew begins, before the control thread has heard of the loss

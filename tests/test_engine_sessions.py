@@ -11,6 +11,8 @@ import pytest
 from pdtx.engine import KVConsumer, KVProducer, OutboundRequest
 from pdtx.engine.handshake import make_hello
 from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.outbound_leg import Leg
+from pdtx.engine.outbound_session import OutboundSession
 from pdtx.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -207,12 +209,12 @@ def test_a_control_channel_lost_while_a_new_session_is_made_is_dialled_again(mon
         producer, listener = pair.producer, pair.consumer._listener
         (session,) = pair.consumer.core.sessions.values()
 
-        def make(*facts: Any) -> Hello:  # noqa: ANN401 - as make_hello
+        def make(*facts: Any, **options: Any) -> Hello:  # noqa: ANN401 - as make_hello
             if producer.core.session.lost is None:
                 assert listener is not None
                 listener.send(session.peer, Bye(reason="nothing heard for 5 s"))
                 wait_until(lambda: producer.core.session.lost is not None, "the loss")
-            return make_hello(*facts)
+            return make_hello(*facts, **options)
 
         monkeypatch.setattr("pdtx.engine.opening.make_hello", make)
         cut(pair)
@@ -407,7 +409,7 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
 
     with Pair() as pair:
 
-        def interrupted(request: OutboundRequest) -> None:
+        def interrupted(leg: Leg) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
@@ -431,11 +433,11 @@ def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.Monke
     with Pair(make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20)) as pair:
         send, begun = pair.producer.core.effects.send, list[OutboundRequest]()
 
-        def slow(message: Message) -> None:
+        def slow(session: OutboundSession, message: Message) -> None:
             if isinstance(message, Complete) and not completing.is_set():
                 completing.set()
                 retired.wait(0.3)  # as long as the hello has to wait for this
-            send(message)
+            send(session, message)
 
         request = begin(pair.producer, 20)
         ship(pair.producer, request, complete=False)
@@ -504,7 +506,8 @@ def test_a_completion_is_for_the_peers_request_whatever_its_session() -> None:
         second: KVProducer = pair.connect()
         mine = begin(pair.producer, 20, "mine")
         received = pair.received("mine")
-        second.core.effects.send(Complete(request_id="mine", first_token=1, num_tokens=20, nbytes=0))
+        claim = Complete(request_id="mine", first_token=1, num_tokens=20, nbytes=0)
+        second.core.effects.send(second.core.session, claim)
         serve(pair)
         assert received.error is None
         ship(pair.producer, mine)

@@ -16,6 +16,7 @@ from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.shipping import Shipper
+from pdtx.engine.states import OutboundLife
 from pdtx.errors import IllegalTransition, NotTheOwner, TransferError
 from pdtx.sidechannel import Dialer, Listener
 from tests.engine_pair import LAYERS, PATIENCE_S, Pair, begin, settle, ship, wait_until
@@ -136,13 +137,13 @@ def test_an_illegal_transition_is_counted_and_the_thread_goes_on(caplog: pytest.
         wait_until(lambda: request.grant is not None, "a grant")
 
         def illegal() -> None:
-            request.go(type(request.state).NEW)
+            request.go(OutboundLife.ENDED)
 
         pair.producer.control.post(illegal)
         settle(pair.producer)
         assert pair.producer.control.errors == 1
         assert "an error of pdtx" in caplog.text
-        with pytest.raises(IllegalTransition, match="request r cannot go from COMPUTING to NEW"):
+        with pytest.raises(IllegalTransition, match="request r cannot go from OPEN to ENDED"):
             pair.producer.control.call(illegal)
         ship(pair.producer, request)
         pair.finish(pair.next_ready())

@@ -394,8 +394,9 @@ def test_a_second_completion_is_ignored() -> None:
         request = begin(pair.producer, 20)
         ship(pair.producer, request)
         ready = pair.next_ready()
-        pair.producer.core.effects.send(Complete(request_id="r", first_token=1, num_tokens=20, nbytes=5))
-        pair.producer.core.effects.send(Complete(request_id="r", first_token=7, num_tokens=20, nbytes=request.nbytes))
+        for token, nbytes in ((1, 5), (7, request.nbytes)):
+            again = Complete(request_id="r", first_token=token, num_tokens=20, nbytes=nbytes)
+            pair.producer.core.effects.send(pair.producer.core.session, again)
         assert pair.consumer.next_ready(0.2) is None
         pair.finish(ready)
         assert pair.producer.wait(request).text == "done"

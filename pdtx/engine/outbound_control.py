@@ -318,18 +318,11 @@ class OutboundControl:
             request.blocks = blocks = self.pool.extend(request.own_blocks, tables)
             request.sources = tuple(own.ids for own in blocks.groups)
 
-    def end(
-        self,
-        request: OutboundRequest,
-        error: PdtxError | None,
-        *,
-        tell: bool = True,
-        but: OutboundSession | None = None,
-    ) -> None:
+    def end(self, request: OutboundRequest, error: PdtxError | None, *, tell: bool = True) -> None:
         """End a request: error says why it failed; None where `finished` has been set. Its blocks follow.
 
         What the transport has not begun never crosses; what is moving runs to its end, or its deadline.
-        tell: whether the consumer's processes hear of it; but: the one that knows it.
+        tell: whether the consumer's processes hear of it.
         """
         if request.life is not OutboundLife.OPEN:
             return
@@ -342,7 +335,7 @@ class OutboundControl:
             for handle in list(leg.posted):
                 handle.cancel()
             leg.session.new.pop(leg, None)
-            if error is not None and tell and leg.session is not but and leg.session.lost is None:
+            if error is not None and tell and leg.session.lost is None:
                 failure = Failure(request_id=request.request_id, phase=phase, reason=reason_of(error))
                 self.effects.send(leg.session, failure)
         self._return_blocks(request)

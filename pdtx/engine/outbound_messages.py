@@ -57,7 +57,7 @@ class OutboundMessages:
                 self._on_grant(leg, message)
             case Refuse():
                 text = f"{peer} refused {message.request_id}: {reason_of(message.reason)}"
-                core.end(request, TransferError(text), but=leg.session)
+                core.end(request, TransferError(text))
             case Failure():
                 # It may be about an earlier request of that name; the consumer must not wait for this one then.
                 core.end(request, _consumers(leg, message))
