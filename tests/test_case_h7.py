@@ -671,7 +671,7 @@ def swap_senders(patch: pytest.MonkeyPatch) -> None:
     """Both senders are read from the memory of sender 0."""
 
     def first_only(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
-        return tuple((ranks[0],) * len(ranks) for ranks in regions_of(cache))
+        return tuple(dict.fromkeys(ranks, ranks[0]) for ranks in regions_of(cache))
 
     patch.setattr("pdtx.engine.shipping.regions_of", first_only)
 

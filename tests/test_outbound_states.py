@@ -283,7 +283,9 @@ class World(RandomWorld):
             self._say(leg.session, Release(request_id=leg.request.request_id))
 
     def finish(self) -> None:
-        if (leg := self.leg(LegState.RELEASED, LegState.RELEASED, LegState.COMPLETED)) is not None and self.alive[leg.session]:
+        if (leg := self.leg(LegState.RELEASED, LegState.RELEASED, LegState.COMPLETED)) is not None and self.alive[
+            leg.session
+        ]:
             self._say(leg.session, finished(leg.request.request_id))
 
     def consumer_says(self) -> None:

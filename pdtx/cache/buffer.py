@@ -13,7 +13,7 @@ from pdtx.cache.device import open_device
 from pdtx.cache.memory import allocate
 from pdtx.cache.poison import PoisonedPart, fill_with_poison
 from pdtx.cache.verify import Kind
-from pdtx.errors import CacheError
+from pdtx.errors import CacheError, ParallelError
 from pdtx.kvspec import KVCacheSpec
 from pdtx.layout import AnyLayout, Part, RecordLayout, any_layout
 from pdtx.parallel import rank_spec
@@ -81,12 +81,14 @@ class PagedBuffer(ABC):
         name: str | None = None,
         layer_names: Sequence[str] | None = None,
         tp_size: int = 1,
+        tp_ranks: range | None = None,
         kernel_block_size: int | None = None,
         shared: bool = False,
         memories: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Allocate. layout: a preset's name, see pdtx.layout. layer_names: "layers.0", "layers.1", ... where None.
 
+        tp_size: tensor-parallel ranks of the model; tp_ranks: those of them that this process has, None for all.
         shared: in memory that other processes of this host can be let map.
         memories: of each rank, uint8, shape (layout.size_bytes,), where others have allocated it; then nothing is
         written here, and device and shared say nothing. See KVCaches.over.
@@ -95,6 +97,9 @@ class PagedBuffer(ABC):
         """
         self.spec, self.name, self.group = spec, name or self.usual_name, 0
         self.num_layers, self.num_blocks, self.tp_size = num_layers, num_blocks, tp_size
+        self.tp_ranks = range(tp_size) if tp_ranks is None else tp_ranks
+        if not (self.tp_ranks.step == 1 and 0 <= self.tp_ranks.start < self.tp_ranks.stop <= tp_size):
+            raise ParallelError(f"buffer {self.name}: ranks {self.tp_ranks} of tensor_parallel_size {tp_size}")
         self.layer_names = tuple(layer_names or (f"layers.{layer}" for layer in range(num_layers)))
         if len(self.layer_names) != num_layers:
             raise CacheError(f"buffer {self.name} has {num_layers} layers and {len(self.layer_names)} names for them")
@@ -111,7 +116,7 @@ class PagedBuffer(ABC):
         self.owned = memories is None
         self.device = open_device(device) if memories is None else memories[0].device
         if memories is None:
-            memories = [allocate(self.layout.size_bytes, self.device, shared=shared) for _ in range(tp_size)]
+            memories = [allocate(self.layout.size_bytes, self.device, shared=shared) for _ in self.tp_ranks]
         self.ranks = tuple(RankMemory(self.layout, memory) for memory in memories)
         self.block_size = self.layout.block_size * self.layout.blocks_per_manager_block
         self._open()
@@ -128,13 +133,51 @@ class PagedBuffer(ABC):
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory of rank 0, which is all there is without tensor parallelism."""
+        """The memory of the first rank here, which is all there is without tensor parallelism."""
         return self.ranks[0].memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all ranks."""
+        """Bytes of all ranks that are here."""
         return sum(rank.layout.size_bytes for rank in self.ranks)
+
+    # -- what ranks have ----------------------------------------------------------------------------------------------
+
+    def place_of(self, rank: int) -> int:
+        """Return the index in ranks of a rank. Raises CacheError for one that is not here."""
+        if rank not in self.tp_ranks:
+            raise CacheError(f"buffer {self.name}: rank {rank} is not here; {self._held}")
+        return rank - self.tp_ranks.start
+
+    @property
+    def _held(self) -> str:
+        held = self.tp_ranks
+        which = f"rank {held.start}" if len(held) == 1 else f"ranks {held.start} to {held.stop - 1}"
+        return f"this process has {which} of {self.tp_size}"
+
+    def require_all_ranks(self) -> None:
+        """Raise CacheError unless all ranks are here, as what is about the whole model needs."""
+        if len(self.tp_ranks) < self.tp_size:
+            raise CacheError(f"buffer {self.name} does not hold the whole model: {self._held}")
+
+    @abstractmethod
+    def common_units(self, rank: int, other_rank: int, other_tp: int) -> range:
+        """Return the model's numbers of the units (KV heads) that a rank here and one of another side both hold.
+
+        It follows from where the model's units lie, not from any plan. What has no units that ranks share is unit 0.
+        """
+
+    @abstractmethod
+    def common_rows(
+        self, rank: int, other_rank: int, other_tp: int, layer: int, block_ids: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """Return what a rank of this side holds of common_units() at positions start..stop of a layer, as bytes.
+
+        other_tp: the tensor-parallel size of the other side. The order is that of canonical(), so that both sides
+        return the same bytes exactly if they hold the same: uint8, on the CPU, (K and V, positions, units, bytes of a
+        unit).
+        Raises CacheError for a rank that is not here, or if the blocks are too few.
+        """
 
     # -- the canonical form -----------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What a buffer is to be, before there is one: in memory to be allocated, or in memory that others have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +21,8 @@ class BufferShape:
     """Layers of one spec in one layout. num_blocks, spec: as in PagedBuffer; group: the name of its group.
 
     spec: of one layer of the whole model, with all its KV heads. layout: a preset's name, see pdtx.layout.
-    tp_size: tensor-parallel ranks that share the model's heads. kernel_block_size: see pdtx.layout.make_layout.
+    tp_size: tensor-parallel ranks that share the model's heads. tp_ranks: those that this process has, None for all.
+    kernel_block_size: see pdtx.layout.make_layout.
     """
 
     name: str
@@ -31,6 +32,7 @@ class BufferShape:
     layer_names: Sequence[str]
     num_blocks: int
     tp_size: int = field(default=1, kw_only=True)
+    tp_ranks: range | None = field(default=None, kw_only=True)
     kernel_block_size: int | None = field(default=None, kw_only=True)
 
     def rank_layout(self) -> AnyLayout:
@@ -49,7 +51,8 @@ class ForeignBuffer(BufferShape):
     """A buffer in memory that others have allocated.
 
     memory: a contiguous tensor of any dtype and device, or a Memory (by address, or a storage); of several ranks in
-    this process one each, in their order. offset: byte of each memory at which the layout begins.
+    this process one each, in their order; as many as the process has. offset: byte of each memory at which the
+    layout begins.
     layer_stride, block_stride: bytes from one layer and from one of num_blocks blocks to the next, as the memory's
     owner has them. They are held against the layout's, never used; None where the owner has no such number.
     tp_rank: the rank of the first memory.
@@ -86,6 +89,7 @@ def make_buffer(
         name=shape.name,
         layer_names=shape.layer_names,
         tp_size=shape.tp_size,
+        tp_ranks=shape.tp_ranks,
         kernel_block_size=shape.kernel_block_size,
         shared=shared,
         memories=memories,
@@ -97,10 +101,11 @@ def buffer_over(foreign: ForeignBuffer) -> PagedBuffer:
     layout, what = foreign.rank_layout(), f"buffer {foreign.name}"
     _check_strides(what, layout, foreign)
     given = memories(foreign.memory)
-    if foreign.tp_rank or len(given) != foreign.tp_size:
+    held = range(foreign.tp_rank, foreign.tp_rank + len(given))
+    if held.start < 0 or held.stop > foreign.tp_size or foreign.tp_ranks not in (None, held):
         raise LayoutError(
             f"{what}: {len(given)} memories from rank {foreign.tp_rank} on were given and tp_size is "
-            f"{foreign.tp_size}; a cache needs the memory of every rank, one each, from rank 0 on"
+            f"{foreign.tp_size}; a cache has one for each rank of this process"
         )
     if len({memory.bytes.device for memory in given}) > 1:
         raise LayoutError(f"{what}: its memories are on different devices; all ranks of a process need the same")
@@ -114,7 +119,7 @@ def buffer_over(foreign: ForeignBuffer) -> PagedBuffer:
         )
         for memory in given
     ]
-    return make_buffer(foreign, memories=parts)
+    return make_buffer(replace(foreign, tp_ranks=held), memories=parts)
 
 
 def _check_strides(what: str, layout: AnyLayout, foreign: ForeignBuffer) -> None:

@@ -39,6 +39,7 @@ class KVCaches:
                 ("blocks", buffer.num_blocks, group.num_blocks),
                 ("positions in a block", buffer.block_size, group.block_size),
                 ("ranks", buffer.tp_size, first.tp_size),
+                ("ranks here", buffer.tp_ranks, first.tp_ranks),
             ):
                 if ours != theirs:
                     raise CacheError(f"buffer {buffer.name} has {ours} {what}, group {group.name} {theirs}")
@@ -106,6 +107,17 @@ class KVCaches:
     def tp_size(self) -> int:
         """Tensor-parallel ranks."""
         return self.buffers[0].tp_size
+
+    @property
+    def tp_ranks(self) -> range:
+        """Those of them that this process has."""
+        return self.buffers[0].tp_ranks
+
+    def require_all_ranks(self, what: str) -> None:
+        """Raise CacheError unless all ranks are here. what: that needs them."""
+        if len(self.tp_ranks) < self.tp_size:
+            held = f"{self.tp_ranks.start}..{self.tp_ranks.stop - 1} of {self.tp_size}"
+            raise CacheError(f"{what} needs all ranks of the model in one process; this cache has {held}")
 
     @property
     def nbytes(self) -> int:

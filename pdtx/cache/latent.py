@@ -85,15 +85,26 @@ class PagedLatentCache(PagedBuffer):
         """Return (1, positions, 1, bytes of a vector / ratio)."""
         return 1, positions, 1, self._share
 
+    def common_units(self, rank: int, other_rank: int, other_tp: int) -> range:
+        """Return unit 0: every rank holds all of a vector."""
+        return range(1)
+
+    def common_rows(
+        self, rank: int, other_rank: int, other_tp: int, layer: int, block_ids: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """Return a rank's copy of tokens start..stop, see PagedBuffer."""
+        self._check_fit(block_ids, start, stop)
+        return self._rows(self.place_of(rank), layer, block_ids, start, stop).cpu()[None, :, None]
+
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the bytes of tokens start..stop, see PagedBuffer."""
         self._check_fit(block_ids, start, stop)
         return self._rows(0, layer, block_ids, start, stop).cpu()[None, :, None]
 
-    def _rows(self, rank: int, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _rows(self, place: int, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return what each of tokens start..stop has of its vector on a rank: uint8, (T, bytes)."""
         first, last = start // self.ratio, ceil_div(stop, self.ratio)
-        vectors = take_tokens(self._views[rank][layer], self._steps(block_ids), first, last)
+        vectors = take_tokens(self._views[place][layer], self._steps(block_ids), first, last)
         shares = vectors.view(torch.uint8).reshape(-1, self._share)
         return shares[start - first * self.ratio :][: stop - start]
 
@@ -103,9 +114,10 @@ class PagedLatentCache(PagedBuffer):
         self.write(layer, block_ids, start, vectors.view(self.dtype))
 
     def replicas_differ(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> int:
-        """Count elements in which a rank's copy is not rank 0's."""
+        """Count elements in which a rank's copy is not the first rank's."""
         self._check_fit(block_ids, start, stop)
         first, *others = (
-            self._rows(rank, layer, block_ids, start, stop).reshape(-1, self.itemsize) for rank in range(self.tp_size)
+            self._rows(place, layer, block_ids, start, stop).reshape(-1, self.itemsize)
+            for place in range(len(self.ranks))
         )
         return sum(int((other != first).any(-1).sum()) for other in others)

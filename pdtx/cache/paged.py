@@ -37,16 +37,16 @@ class PagedKVCache(PagedBuffer):
     kind: ClassVar[Kind] = "kv"
 
     def _open(self) -> None:
-        spec, ranks = self.spec, range(self.tp_size)
+        spec = self.spec
         self.dtype = torch_dtype(spec.dtype)
         self.itemsize = self.dtype.itemsize
         self.head_size, self.head_size_v = spec.head_size, getattr(spec, "head_size_v", spec.head_size)
-        self._heads = [heads_of_rank(rank, self.tp_size, spec.num_kv_heads) for rank in ranks]
-        # The first rank that holds a head speaks for it.
+        self._heads = [heads_of_rank(rank, self.tp_size, spec.num_kv_heads) for rank in self.tp_ranks]
+        # The first rank here that holds a head speaks for it.
         self._owners = [
-            rank
-            for rank, heads in enumerate(self._heads)
-            if all(heads.start not in earlier for earlier in self._heads[:rank])
+            place
+            for place, heads in enumerate(self._heads)
+            if all(heads.start not in earlier for earlier in self._heads[:place])
         ]
         self._views = [[self._pair(rank, layer) for layer in range(self.num_layers)] for rank in self.ranks]
 
@@ -64,7 +64,7 @@ class PagedKVCache(PagedBuffer):
         return views[0], views[1]
 
     def view(self, layer: int) -> torch.Tensor:
-        """One layer of rank 0 in logical order, whatever lies in memory: (2, block steps, tokens, heads, channels).
+        """One layer of the first rank here in logical order: (2, block steps, tokens, heads, channels).
 
         Raises LayoutError where keys and values do not share their strides.
         """
@@ -76,6 +76,7 @@ class PagedKVCache(PagedBuffer):
     def write(self, layer: int, block_ids: torch.Tensor, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key and value, each (T, heads, channels), as tokens start..start+T of a request.
 
+        heads: of the whole model; each rank that is here keeps its own.
         block_ids: the request's block table, int64, on the cache's device; only the blocks of these tokens are touched.
         Raises CacheError if the blocks are too few.
         """
@@ -88,8 +89,9 @@ class PagedKVCache(PagedBuffer):
     def read(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return contiguous copies of key and value of tokens start..stop, each (T, heads, channels).
 
-        Raises CacheError if the blocks are too few.
+        Raises CacheError if the blocks are too few, or not all ranks are here.
         """
+        self.require_all_ranks()
         self._check_fit(block_ids, start, stop)
         steps = self._steps(block_ids)
         found = [self._read_rank(rank, layer, steps, start, stop) for rank in self._owners]
@@ -107,9 +109,9 @@ class PagedKVCache(PagedBuffer):
         return self.read(layer, torch.tensor([block_id], device=self.device), 0, self.block_size)
 
     def _read_rank(
-        self, rank: int, layer: int, steps: torch.Tensor, start: int, stop: int
+        self, place: int, layer: int, steps: torch.Tensor, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = (take_tokens(view, steps, start, stop) for view in self._views[rank][layer])
+        key, value = (take_tokens(view, steps, start, stop) for view in self._views[place][layer])
         return key, value
 
     def rows_shape(self, positions: int) -> tuple[int, int, int, int]:
@@ -122,15 +124,36 @@ class PagedKVCache(PagedBuffer):
             return 2, positions, heads, self.head_size * item
         return 1, positions, heads, (self.head_size + self.head_size_v) * item
 
+    def common_units(self, rank: int, other_rank: int, other_tp: int) -> range:
+        """Return the KV heads that both ranks hold, see PagedBuffer."""
+        heads = self.spec.num_kv_heads
+        ours = heads_of_rank(rank, self.tp_size, heads)
+        theirs = heads_of_rank(other_rank, other_tp, heads)
+        return range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+
+    def common_rows(
+        self, rank: int, other_rank: int, other_tp: int, layer: int, block_ids: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """Return the bytes of tokens start..stop of the KV heads that both ranks hold, see PagedBuffer."""
+        place, units = self.place_of(rank), self.common_units(rank, other_rank, other_tp)
+        self._check_fit(block_ids, start, stop)
+        key, value = self._read_rank(place, layer, self._steps(block_ids), start, stop)
+        first = self._heads[place].start
+        own = slice(units.start - first, max(units.start, units.stop) - first)
+        return self._as_rows(key[:, own], value[:, own])
+
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the bytes of tokens start..stop, see PagedBuffer."""
-        key, value = self.read(layer, block_ids, start, stop)
+        return self._as_rows(*self.read(layer, block_ids, start, stop))
+
+    def _as_rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if self.head_size == self.head_size_v:
             return torch.stack((key, value)).cpu().view(torch.uint8)
         return torch.cat((key, value), -1)[None].cpu().view(torch.uint8)
 
     def write_canonical(self, layer: int, block_ids: torch.Tensor, start: int, rows: torch.Tensor) -> None:
         """Store the bytes of tokens start.., see PagedBuffer."""
+        self.require_all_ranks()
         elements = rows.to(self.device).contiguous().view(self.dtype)
         if self.head_size == self.head_size_v:
             key, value = elements
@@ -142,11 +165,11 @@ class PagedKVCache(PagedBuffer):
         """Count elements in which a rank's copy of a head is not that of the first rank that holds it."""
         self._check_fit(block_ids, start, stop)
         steps, differing, owner = self._steps(block_ids), 0, 0
-        for rank in range(self.tp_size):
-            if rank in self._owners:
-                owner = rank
+        for place in range(len(self.ranks)):
+            if place in self._owners:
+                owner = place
                 continue
-            copies = (self._read_rank(one, layer, steps, start, stop) for one in (owner, rank))
+            copies = (self._read_rank(one, layer, steps, start, stop) for one in (owner, place))
             for first, other in zip(*copies, strict=True):
                 size = (prod(first.shape), self.itemsize)
                 pairs = (one.contiguous().view(torch.uint8).reshape(size) for one in (first, other))

@@ -76,6 +76,17 @@ class PagedStateCache(PagedBuffer):
         """Return (1, positions, 1, bytes of all states)."""
         return 1, positions, 1, sum(self._nbytes)
 
+    def common_units(self, rank: int, other_rank: int, other_tp: int) -> range:
+        """Return unit 0: one rank keeps all."""
+        return range(1)
+
+    def common_rows(
+        self, rank: int, other_rank: int, other_tp: int, layer: int, block_ids: torch.Tensor, start: int, stop: int
+    ) -> torch.Tensor:
+        """Return the bytes of the states, see PagedBuffer."""
+        self.place_of(rank)
+        return self.canonical(layer, block_ids, start, stop)
+
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the bytes of the states, see PagedBuffer."""
         self._check_fit(block_ids, start, stop)

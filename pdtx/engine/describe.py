@@ -81,6 +81,8 @@ def describe_cache(
         groups=groups,
         buffers=[_describe_buffer(buffer, cache.groups[buffer.group].name) for buffer in cache.buffers],
         tp_size=cache.tp_size,
+        first_rank=cache.tp_ranks.start,
+        num_ranks=len(cache.tp_ranks),
         not_transferred=list(not_transferred),
     )
 

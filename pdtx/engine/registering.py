@@ -11,8 +11,8 @@ from pdtx.units import format_bytes, format_seconds
 logger = logging.getLogger(__name__)
 
 
-def regions_of(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
-    """Return the memory of a cache as movers take it: for each buffer, for each rank.
+def regions_of(cache: KVCaches) -> tuple[dict[int, Region], ...]:
+    """Return the memory of a cache as movers take it: for each buffer, by the number of a rank.
 
     Buffers that begin at one address, as those of groups that share a pool do, have one Region in common, as long as
     the longest of them: plans count from the beginning, and movers know regions by their address and size.
@@ -24,7 +24,10 @@ def regions_of(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
             if key not in longest or longest[key].nbytes < region.nbytes:
                 longest[key] = region
     return tuple(
-        tuple(longest[str(rank.memory.device), rank.memory.data_ptr()] for rank in buffer.ranks)
+        {
+            number: longest[str(rank.memory.device), rank.memory.data_ptr()]
+            for number, rank in zip(buffer.tp_ranks, buffer.ranks, strict=True)
+        }
         for buffer in cache.buffers
     )
 
@@ -69,7 +72,7 @@ class CacheRegistration:
 
 def register_cache(mover: Mover, cache: KVCaches) -> CacheRegistration:
     """Register all regions of a cache; bytes that lie in several once. Raises TransferError where that fails."""
-    regions = {id(region): region for ranks in regions_of(cache) for region in ranks}
+    regions = {id(region): region for ranks in regions_of(cache) for region in ranks.values()}
     answers = [mover.register(region) for region in unions(list(regions.values()))]
     found = [answer for answer in answers if answer is not None]
     total = CacheRegistration(sum(one.nbytes for one in found), sum(one.seconds for one in found))

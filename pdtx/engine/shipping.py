@@ -160,7 +160,8 @@ class Shipper:
             )
         buffer = self._cache.buffers[match.producer_index]
         table = torch.tensor(request.sources[match.producer_group], device=buffer.device)
-        rows = buffer.canonical(layer, table, ask.token_start, ask.token_stop)
+        theirs, places = asked.route.match.consumer.tp_size, (ask.token_start, ask.token_stop)
+        rows = buffer.common_rows(ask.src_rank, ask.dst_rank, theirs, layer, table, *places)
         return Reference(
             request_id=ask.request_id,
             buffer=ask.buffer,
