@@ -61,16 +61,26 @@ def caches_of(cache: PagedBuffer | KVCaches) -> KVCaches:
     return cache if isinstance(cache, KVCaches) else KVCaches.single(cache)
 
 
-def describe(cache: PagedBuffer | KVCaches, fingerprint: str = "same") -> CacheDescription:
-    return describe_cache(caches_of(cache), model="a model", fingerprint=fingerprint)
+def describe(
+    cache: PagedBuffer | KVCaches, fingerprint: str = "same", not_transferred: Sequence[str] = ()
+) -> CacheDescription:
+    return describe_cache(caches_of(cache), model="a model", fingerprint=fingerprint, not_transferred=not_transferred)
 
 
-def make_producer(cache: PagedBuffer | KVCaches, mover: str = "inproc", fingerprint: str = "same") -> KVProducer:
-    return KVProducer(caches_of(cache), describe(cache, fingerprint), make_mover(mover))
+def make_producer(
+    cache: PagedBuffer | KVCaches,
+    mover: str = "inproc",
+    fingerprint: str = "same",
+    not_transferred: Sequence[str] = (),
+) -> KVProducer:
+    return KVProducer(caches_of(cache), describe(cache, fingerprint, not_transferred), make_mover(mover))
 
 
-def make_consumer(cache: PagedBuffer | KVCaches, mover: str = "inproc", *, verify: bool = False) -> KVConsumer:
-    return KVConsumer(caches_of(cache), describe(cache), make_mover(mover), verify=verify)
+def make_consumer(
+    cache: PagedBuffer | KVCaches, mover: str = "inproc", *, verify: bool = False, not_transferred: Sequence[str] = ()
+) -> KVConsumer:
+    description = describe(cache, not_transferred=not_transferred)
+    return KVConsumer(caches_of(cache), description, make_mover(mover), verify=verify)
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
@@ -116,7 +126,9 @@ class Pair:
         wrap: Callable[[Mover], Mover] = lambda mover: mover,
         wrap_consumers: Callable[[Mover], Mover] = lambda mover: mover,
         prefix: Callable[[KVCaches], PrefixCache | None] = lambda cache: None,
+        not_transferred: Sequence[str] = (),
     ) -> None:
+        self.not_transferred = not_transferred  # as the producer says
         self.sources = caches_of(source or make_cache())
         self.destinations = caches_of(destination or make_cache("flashinfer_hnd", 32))
         self.mover_name = mover
@@ -156,7 +168,8 @@ class Pair:
     ) -> KVProducer:
         """Connect one more producer."""
         cache = caches_of(cache or make_cache())
-        producer = KVProducer(cache, describe(cache), wrap(make_mover(self.mover_name)))
+        description = describe(cache, not_transferred=self.not_transferred)
+        producer = KVProducer(cache, description, wrap(make_mover(self.mover_name)))
         self.producers.append(producer)
         producer.connect(self.address, security=OPEN)
         return producer
@@ -199,9 +212,12 @@ class Pair:
         self.consumer.let_go(request)
 
     def elements(self, request: InboundRequest) -> int:
-        """Elements of a request that must be compared, by shapes alone."""
+        """Elements of a request that must be compared, by shapes alone: copies on several ranks each."""
         return sum(
-            buffer.num_layers * prod(buffer.rows_shape(len(group.positions(request.num_tokens)))) // buffer.itemsize
+            buffer.num_layers
+            * prod(buffer.rows_shape(len(group.positions(request.num_tokens))))
+            * sum(len(buffer.common_units(rank, rank, buffer.tp_size)) for rank in buffer.tp_ranks)
+            // (buffer.itemsize * buffer.rows_shape(1)[2])
             for buffer, group in (
                 (buffer, self.destinations.groups[buffer.group]) for buffer in self.destinations.buffers
             )

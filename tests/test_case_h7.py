@@ -24,7 +24,9 @@ import torch
 from pdtx.cache import KVCaches, PagedKVCache
 from pdtx.engine import InboundRequest, KVProducer, OutboundRequest
 from pdtx.engine.arrivals import Arrivals, Notice
+from pdtx.engine.inbound import Session
 from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.inbound_messages import InboundMessages
 from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.outbound_session import OutboundSession
 from pdtx.engine.receiving import PayloadReceiver
@@ -670,7 +672,7 @@ def test_row(row: str, mover: str) -> None:
 def swap_senders(patch: pytest.MonkeyPatch) -> None:
     """Both senders are read from the memory of sender 0."""
 
-    def first_only(cache: KVCaches) -> tuple[tuple[Region, ...], ...]:
+    def first_only(cache: KVCaches) -> tuple[dict[int, Region], ...]:
         return tuple(dict.fromkeys(ranks, ranks[0]) for ranks in regions_of(cache))
 
     patch.setattr("pdtx.engine.shipping.regions_of", first_only)
@@ -699,13 +701,14 @@ def never_reap(patch: pytest.MonkeyPatch) -> None:
 
 def need_no_notices(patch: pytest.MonkeyPatch) -> None:
     """What the producer says at the end is believed."""
-    complete = InboundControl._on_complete
+    complete = InboundMessages._on_complete
 
-    def believe(self: InboundControl, request: InboundRequest, message: Complete) -> None:
-        request.noticed_bytes = request.landing.received_bytes = message.nbytes
-        complete(self, request, message)
+    def believe(self: InboundMessages, request: InboundRequest, session: Session, message: Complete) -> None:
+        arrivals = request.landing._arrivals
+        arrivals.noticed_bytes = arrivals.received_bytes = message.nbytes
+        complete(self, request, session, message)
 
-    patch.setattr(InboundControl, "_on_complete", believe)
+    patch.setattr(InboundMessages, "_on_complete", believe)
     patch.setattr(Arrivals, "unnoticed", lambda _: None)
     patch.setattr(Arrivals, "missing", lambda _: None)
 
@@ -719,11 +722,11 @@ def believe_movers(patch: pytest.MonkeyPatch) -> None:
     placed = PayloadReceiver.placed
 
     def again(self: PayloadReceiver, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
-        landing = next(iter(self._landings.values()))
+        arrivals = next(iter(self._doors.values())).landing._arrivals
         if (session_id, key) in self._placing:
             placed(self, session_id, key, nbytes, error)
         else:
-            landing.received_bytes += nbytes
+            arrivals.received_bytes += nbytes
 
     patch.setattr(PayloadReceiver, "placed", again)
 

@@ -33,12 +33,15 @@ from tests.engine_pair import (
     CHANNELS,
     HEADS,
     OPEN,
+    PATIENCE_S,
     Pair,
     attention,
     begin,
     describe,
+    finished,
     join,
     latent,
+    make_consumer,
     make_producer,
     produce,
     require_contents,
@@ -280,7 +283,7 @@ def test_positions_before_the_window_are_refused() -> None:
         with pytest.raises(TransferRefused, match=r"is not a part of 3 layers x positions 17..40 of buffer window"):
             place(session_id, TransferKey("r", 0, 1, 16, 40, 1))
         for key in (TransferKey("r", 0, 1, 0, 40, 2), TransferKey("r", 0, 1, 0, 40, -1)):
-            with pytest.raises(TransferRefused, match=r"is for buffer .* of 2"):
+            with pytest.raises(TransferRefused, match=r"is for buffer .*, of which nothing comes from there"):
                 place(session_id, key)
         with pytest.raises(TransferRefused, match="rank 1 takes nothing of buffer full from there"):
             place(session_id, TransferKey("r", 0, 1, 0, 40, 0, 0, 1))
@@ -456,7 +459,8 @@ def test_draft_layers_stay_where_they_are_and_are_named_once(
     source = with_draft("flash_attn_nhd", in_between=in_between)
     destination = join([attention(FullAttentionSpec, "full", "flashinfer_hnd", 32)])
     not_sent = ("buffer full layer draft.0", "buffer eagle layer draft.1")
-    with caplog.at_level(logging.WARNING), Pair(source, destination, mover="tcp") as pair:
+    drafts = ["draft.0", "draft.1"]
+    with caplog.at_level(logging.INFO), Pair(source, destination, mover="tcp", not_transferred=drafts) as pair:
         assert pair.producer.not_sent == not_sent
         for number in range(2):
             request = begin(pair.producer, 40, f"r{number}")
@@ -468,35 +472,65 @@ def test_draft_layers_stay_where_they_are_and_are_named_once(
             pair.finish(ready)
     said = [record.getMessage() for record in caplog.records if "draft.0" in record.getMessage()]
     assert len([text for text in said if "decode-" in text]) == 1
+    assert len([text for text in said if "prefill-" in text]) == 1
     assert all(name in text for name in not_sent for text in said)
 
 
+def model_of(*names: str) -> KVCaches:
+    """A cache of layers of one buffer, and of another one where a name says so."""
+    own = tuple(name for name in names if not name.startswith("eagle"))
+    buffers = [attention(FullAttentionSpec, "full", layers=own)]
+    if len(own) < len(names):
+        buffers.append(attention(FullAttentionSpec, "eagle", layers=names[len(own) :]))
+    return join(buffers)
+
+
 @pytest.mark.parametrize(
-    ("consumer", "field"),
-    [
-        (
-            join([attention(FullAttentionSpec, "full", layers=("layers.0", "draft.0", "layers.1"))]),
-            "layer draft.0 of buffer full",
-        ),
-        (join([attention(FullAttentionSpec, "full"), attention(FullAttentionSpec, "eagle")]), "buffer eagle"),
-    ],
+    ("extra", "field", "has", "needs"),
+    [("draft.0", "layers of buffer full", "2", "3"), ("eagle.0", "layers of buffer eagle", "0", "1")],
     ids=["layer", "buffer"],
 )
-def test_what_the_producer_lacks_is_refused_by_name(consumer: KVCaches, field: str) -> None:
-    with Pair(consumer, consumer) as pair:
-        assert pair.producer.not_sent == ()
-        producer = make_producer(join([attention(FullAttentionSpec, "full")]))
-        with pytest.raises(IncompatiblePeer) as caught:
-            producer.connect(pair.address, security=OPEN)
-        producer.close()
-        producer.mover.close()
-        assert (caught.value.field, caught.value.producer, caught.value.consumer) == (field, "absent", "present")
+@pytest.mark.parametrize("with_it", ["producer", "consumer"])
+@pytest.mark.parametrize("declared_by", ["nobody", "producer", "consumer"])
+def test_layers_that_one_side_lacks_are_refused_with_both_counts_unless_declared(
+    extra: str, field: str, has: str, needs: str, with_it: str, declared_by: str
+) -> None:
+    sides = {"producer": model_of("layers.0", "layers.1"), "consumer": model_of("layers.0", "layers.1")}
+    sides[with_it] = model_of("layers.0", "layers.1", extra)
+    declared = {declared_by: [extra]}
+    producer = make_producer(sides["producer"], not_transferred=declared.get("producer", ()))
+    consumer = make_consumer(sides["consumer"], verify=True, not_transferred=declared.get("consumer", ()))
+    address = consumer.listen("127.0.0.1:0", security=OPEN)
+    try:
+        if declared_by == "nobody":
+            with pytest.raises(IncompatiblePeer, match=f"{extra}: run the same model") as caught:
+                producer.connect(address, security=OPEN)
+            both = (needs, has) if with_it == "producer" else (has, needs)
+            assert (caught.value.field, caught.value.producer, caught.value.consumer) == (field, *both)
+            return
+        producer.connect(address, security=OPEN)
+        request = begin(producer, 40)
+        contents = produce(producer, request, [11])
+        ready = consumer.next_ready(PATIENCE_S)
+        assert ready is not None
+        found = consumer.verify(ready)
+        assert found.compared == 2 * 2 * 40 * HEADS * CHANNELS
+        assert extra in str(producer.not_sent) or with_it == "consumer"
+        assert ("full", "layers.1") in contents
+        consumer.finish(ready, finished(ready))
+        consumer.let_go(ready)
+        assert producer.wait(request).text == "done"
+    finally:
+        for engine in (producer, consumer):
+            engine.close()
+            engine.mover.close()
 
 
 @pytest.mark.parametrize("in_between", [True, False])
 def test_layers_go_together_only_where_the_producer_has_them_together(in_between: bool) -> None:
     destination = join([attention(FullAttentionSpec, "full", "flashinfer_hnd", 32)])
-    with Pair(with_draft("flash_attn_nhd", in_between=in_between), destination) as pair:
+    source = with_draft("flash_attn_nhd", in_between=in_between)
+    with Pair(source, destination, not_transferred=["draft.0", "draft.1"]) as pair:
         request = begin(pair.producer, 40)
         session_id = pair.received("r").session.session_id
         wait_until(lambda: request.grant is not None, "a grant")

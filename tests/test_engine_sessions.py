@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from pdtx.engine import KVConsumer, KVProducer, OutboundRequest
+from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest
 from pdtx.engine.handshake import make_hello
-from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.inbound import Session
+from pdtx.engine.inbound_messages import InboundMessages
+from pdtx.engine.landing import Door
 from pdtx.engine.outbound_leg import Leg
 from pdtx.engine.outbound_session import OutboundSession
 from pdtx.errors import (
@@ -169,12 +171,18 @@ def test_a_payload_is_not_placed_twice_while_the_first_is_written() -> None:
         pair.finish(pair.next_ready())
 
 
+def door_of(request: InboundRequest) -> Door:
+    (ask,) = request.asks.values()
+    assert ask.door is not None
+    return ask.door
+
+
 def test_a_payloads_end_counts_once_also_when_it_is_told_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with Pair() as pair:
         receiver, request = pair.consumer.receiver, begin(pair.producer, 20)
         received = pair.received("r")
         wait_until(lambda: request.grant is not None, "a grant")
-        told, end = (received.session.session_id, TransferKey("r", 0, 1, 0, 20)), received.landing.end
+        told, end = (received.session.session_id, TransferKey("r", 0, 1, 0, 20)), door_of(received).end
         receiver.place(*told)
 
         def tell_again(*call: Any) -> Any:  # noqa: ANN401 - as end
@@ -182,7 +190,7 @@ def test_a_payloads_end_counts_once_also_when_it_is_told_twice_at_once(monkeypat
             receiver.placed(*told, 7, None)
             return end(*call)
 
-        monkeypatch.setattr(received.landing, "end", tell_again)
+        monkeypatch.setattr(door_of(received), "end", tell_again)
         receiver.placed(*told, 7, None)
         assert received.received_bytes == 7
         wait_until(lambda: pair.consumer.duplicate_notices == 1, "the second report")
@@ -424,10 +432,10 @@ def test_an_interrupt_while_a_request_is_begun_costs_no_blocks(monkeypatch: pyte
 def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     """The consumer would take the request for one that lacks something, and tell nobody."""
     completing, retired = threading.Event(), threading.Event()
-    retire = InboundControl._retire
+    retire = InboundMessages._retire
 
-    def tell(control: InboundControl, peer: bytes) -> None:
-        retire(control, peer)
+    def tell(messages: InboundMessages, before: Session, after: Session) -> None:
+        retire(messages, before, after)
         retired.set()
 
     with Pair(make_cache(num_blocks=20), make_cache("flashinfer_hnd", 32, num_blocks=20)) as pair:
@@ -443,7 +451,7 @@ def test_the_next_hello_does_not_overtake_a_completion(monkeypatch: pytest.Monke
         ship(pair.producer, request, complete=False)
         wait_until(lambda: request.grant is not None and request.unsent == 0, "all pieces")
         monkeypatch.setattr(pair.producer.core.effects, "send", slow)
-        monkeypatch.setattr(InboundControl, "_retire", tell)
+        monkeypatch.setattr(InboundMessages, "_retire", tell)
         completer = threading.Thread(target=pair.producer.computed, args=(request, 7))
         beginner = threading.Thread(target=lambda: begun.append(begin(pair.producer, 20, "next")))
         completer.start()

@@ -13,7 +13,7 @@ import pytest
 
 from pdtx.engine import control_thread
 from pdtx.engine.control_thread import ControlThread
-from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.inbound_messages import InboundMessages
 from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.shipping import Shipper
 from pdtx.engine.states import OutboundLife
@@ -97,7 +97,7 @@ def test_a_piece_is_handed_over_six_times_at_most(monkeypatch: pytest.MonkeyPatc
         trace(OutboundControl, "on_piece_end", "producer")
         trace(Dialer, "_transmit", "producer")
         trace(Listener, "_deliver", "network")
-        trace(InboundControl, "_on_notice", "network")
+        trace(InboundMessages, "_on_notice", "network")
         ways.append(("producer", threading.current_thread().name))
         pair.producer.layer_ready(request, 0, 0, 0, 20)
         wait_until(lambda: any(name == "pdtx-consumer" for _, name in ways), "the notice")

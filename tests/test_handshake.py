@@ -85,7 +85,7 @@ INCOMPATIBLE = {
     "dtype of buffer full": (make_cache(dtype="float16"), "float16", "bfloat16"),
     "num_kv_heads of buffer full": (make_cache(heads=1), "1", "2"),
     "head_size of buffer full": (make_cache(channels=16), "16", "8"),
-    "layer layers.2 of buffer full": (make_cache(num_layers=2), "absent", "present"),
+    "layers of buffer full": (make_cache(num_layers=2), "2", "3"),
     "block_size of group full": (make_cache(block_size=24), "24", "32"),
     "fingerprint": (make_cache(), "other", "same"),
 }

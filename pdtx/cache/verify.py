@@ -24,6 +24,7 @@ class Naming:
 
     buffer: its name; "" leaves it out. group: the group's name where that is another. layers: the layers' names, as
     far as they say more than the layer's index. heads: of a row; one is not worth a word unless there are K and V.
+    first_head: the model's number of a row's first head. rank: that has the row, where several could.
     """
 
     buffer: str = ""
@@ -31,6 +32,8 @@ class Naming:
     layers: Sequence[str] = ()
     kind: Kind = "kv"
     heads: int = 0
+    first_head: int = 0
+    rank: int | None = None
 
     @property
     def where(self) -> str:
@@ -69,13 +72,13 @@ class Coordinate:
     def row(self) -> str:
         """The coordinate without its channel."""
         names = self.naming
-        words = [names.where, names.layer(self.layer)]
+        words = [names.where, f"rank {names.rank}" if names.rank is not None else "", names.layer(self.layer)]
         if names.kind == "kv":
             words.append("KV"[self.kv])
         if names.kind != "state":
             words.append(f"token {self.token}")
         if names.kind == "kv" or names.heads > 1:
-            words.append(f"head {self.head}")
+            words.append(f"head {names.first_head + self.head}")
         return " ".join(word for word in words if word)
 
 

@@ -19,13 +19,15 @@ from pdtx.cache import (
     Verification,
     record_fence,
 )
+from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.describe import own_facts
-from pdtx.engine.handshake import make_reject, make_welcome
-from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, Session
+from pdtx.engine.handshake import ProcessIdentity, make_reject, make_welcome, new_token
+from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, PrefillEngine
 from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.inbound_messages import InboundMessages
 from pdtx.engine.keeping import keep_request
-from pdtx.engine.landing import Landing
+from pdtx.engine.landing import Door
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.scrubbing import Scrubber
@@ -41,8 +43,19 @@ from pdtx.errors import (
 )
 from pdtx.layout import Layout
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import MAX_TOKENS, CacheDescription, DataEndpoint, Finished, Hello, Message, encode, request_id_of
-from pdtx.sidechannel import Listener, Security
+from pdtx.protocol import (
+    MAX_TOKENS,
+    CacheDescription,
+    DataEndpoint,
+    Finished,
+    Hello,
+    Message,
+    Reject,
+    Welcome,
+    encode,
+    request_id_of,
+)
+from pdtx.sidechannel import END_OF_SESSION, Listener, Security
 from pdtx.text import reason_of
 from pdtx.tiers import Moved
 from pdtx.tiers.prefix import Fetched, PrefixCache, Request
@@ -69,8 +82,12 @@ class KVConsumer:
     plan_layout: the layout to plan the first buffer with instead of its own: a deliberate fault, for tests.
     blocks: the caller's, who says by expect() into which blocks a request goes and learns by poll() how it ended; no
     decode loop is needed then, and verification has been done by then.
+    engine_id, process, processes: of an engine whose ranks, or stages of layers, are processes of their own. Each gets
+    its own part of every request, and a request is complete at each when its own part is.
 
-    Raises InputError for the description, or blocks, of another cache.
+    connect() and pull() turn the beginning round: this side dials a producer that offers requests, and asks for one.
+
+    Raises InputError for the description, or blocks, of another cache, or for an identity that cannot be.
     """
 
     def __init__(
@@ -84,10 +101,14 @@ class KVConsumer:
         plan_layout: Layout | None = None,
         prefix: PrefixCache | None = None,
         blocks: CallerBlocks | None = None,
+        engine_id: str | None = None,
+        process: int = 0,
+        processes: int = 1,
     ) -> None:
         self.cache, self.description, self.mover, self.prefix = cache, description, mover, prefix
         self.verifies, self.max_deadline_s = verify, seconds("max_deadline_s", max_deadline_s)
-        self.engine_id = f"decode-{uuid.uuid4().hex[:8]}"
+        self.identity = ProcessIdentity.of("decode", engine_id, process, processes)
+        self.engine_id = self.identity.engine_id
         if blocks is not None and prefix is not None:
             raise InputError("tiers load into blocks of this node's own pool; give prefix or blocks, not both")
         if blocks is not None:
@@ -114,6 +135,8 @@ class KVConsumer:
         self._listening = threading.Lock()
         self._inboxes: dict[bytes, PeerInbox] = {}  # of the side channel's thread
         self._endpoints: list[DataEndpoint] = []
+        self._messages = InboundMessages(self.core)
+        self._dialled: dict[bytes, _DialledProducer] = {}
         self.control = self.core.owner = ControlThread("pdtx-consumer", self.core.tick)
         self._scrubber = Scrubber(cache)
 
@@ -180,6 +203,8 @@ class KVConsumer:
         self.mover.close()
         if self._listener is not None:
             self._listener.close()
+        for dialled in list(self._dialled.values()):
+            dialled.channel.close()
         self.control.call(lambda: None)  # after it nothing is given to the scrubber
         self._scrubber.close()
         self.control.close()
@@ -239,13 +264,22 @@ class KVConsumer:
     # -- requests whose blocks are the caller's -----------------------------------------------------------------------
 
     def expect(
-        self, request_id: str, num_tokens: int, tables: BlockTables, *, cached_tokens: int = 0, deadline_s: float
+        self,
+        request_id: str,
+        num_tokens: int,
+        tables: BlockTables,
+        *,
+        cached_tokens: int = 0,
+        deadline_s: float,
+        source: PrefillEngine | None = None,
+        generation: int | None = None,
     ) -> None:
         """Let a request of num_tokens in, into the blocks of tables, one table for each group.
 
         It may be called before a producer asks for the request, or after. cached_tokens: of its beginning, that are in
         the blocks already: they are not sent, and blocks that hold them are not touched. deadline_s: from now, within
         which all of it must have arrived. poll() tells how it ended.
+        source, generation: to pull it from a producer that offers it, see pull(); else a producer begins it.
         Raises CacheError or InputError for tables that cannot be, InputError for a request id in use and for what a
         request cannot have.
         """
@@ -257,14 +291,73 @@ class KVConsumer:
         expected = Expectation(name, count, self.pool.take(tables), cached, deadline)
         expected.owner = self.control
         try:
-            self.control.call(self.core.expect, expected)
+            self.control.call(self._expect, expected, source, generation)
         except BaseException:
             # It gives the blocks back itself where it raises; a signal's handler may have raised after it was expected.
             self.control.post(self.core.abandon, expected)
             raise
 
+    def _expect(self, expected: Expectation, source: PrefillEngine | None, generation: int | None) -> None:
+        self.core.expect(expected)
+        if source is not None:
+            try:
+                self.core.pulls.begin(source, expected.request_id, generation, expected.deadline)
+            except PdtxError as error:
+                self.core.expectations.drop(expected.request_id, error)
+                self.core.expectations.forget_dropped(expected)
+                raise
+
+    # -- producers that are dialled -----------------------------------------------------------------------------------
+
+    def connect(self, addresses: str | Sequence[str], *, security: Security, timeout_s: float = 10.0) -> PrefillEngine:
+        """Dial all processes of a producer that listens, so that what it offers can be pulled; return the producer.
+
+        addresses: of its processes, each once. Payloads come to where listen() said, which must have been called.
+        Raises PeerUnreachable, AuthenticationFailed, PeerLost, IncompatiblePeer or DeadlineExceeded; InputError for
+        addresses that are not those of one producer's processes.
+        """
+        limit = time.monotonic() + seconds("timeout_s", timeout_s)
+        named = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not self._endpoints:
+            raise InputError("this consumer does not listen; call listen() before connect(), for the payloads")
+        if not named or len(set(named)) < len(named):
+            raise InputError(f"the addresses {named} are to be those of a producer's processes; give each once")
+        dialled = list[_DialledProducer]()
+        try:
+            for address in named:
+                one = _DialledProducer(self, address, security)
+                dialled.append(one)
+                one.greet(max(0.0, limit - time.monotonic()))
+            return self.control.call(self._engine_of, dialled)
+        except BaseException:
+            for one in dialled:
+                one.close()
+            raise
+
+    def _engine_of(self, dialled: "Sequence[_DialledProducer]") -> PrefillEngine:
+        sessions = [self.core.sessions.get(one.peer) for one in dialled]
+        engines = {self.core.engines.engine_of(session) for session in sessions if session is not None}
+        if len(engines) != 1 or None in sessions or not (engine := engines.pop()).whole:
+            raise InputError(
+                f"{len(dialled)} addresses are not those of all processes of one producer; give the address of each"
+            )
+        return engine
+
+    def pull(self, request_id: str, source: PrefillEngine, *, generation: int | None = None, deadline_s: float) -> None:
+        """Ask a producer for a request that it offers, into blocks of this node's own pool.
+
+        source: as connect() returned it. generation: of the offer; None for whichever there is. The producer's lease is
+        renewed until the request has ended here. deadline_s: from now, within which all of it must have arrived.
+        next_ready() hands it out as any other; poll() tells of a pull that was refused, or has failed.
+        Raises InputError for a request id in use, or PeerLost for a producer of which a process is gone.
+        """
+        name, deadline = request_id_of(request_id), time.monotonic() + seconds("deadline_s", deadline_s)
+        if isinstance(self.pool, CallerBlocks):
+            raise InputError("blocks are the caller's here; pull by expect(source=), which says where they are")
+        self.control.call(self.core.pulls.begin, source, name, generation, deadline)
+
     def poll(self) -> list[Arrived]:
-        """Return the expected requests that have ended since the last call, each once.
+        """Return the expected requests, and the pulls that failed, which have ended since the last call; each once.
 
         Nothing is written into their blocks any more; those without an error are complete, and verified where this
         consumer verifies.
@@ -323,7 +416,7 @@ class KVConsumer:
 
     def _on_lost(self, peer: bytes, reason: str) -> None:
         self._inboxes.pop(peer, None)
-        self.control.post(self.core.on_lost, peer, reason)
+        self.control.post(self._messages.on_lost, peer, reason, departed=reason == f"closed: {END_OF_SESSION}")
 
     def _on_message(self, peer: bytes, message: Message) -> None:
         inbox = self._inboxes.setdefault(peer, PeerInbox())
@@ -337,7 +430,7 @@ class KVConsumer:
         if isinstance(message, Hello):
             self._on_hello(peer, message)
         else:
-            self.core.on_message(peer, message)
+            self._messages.on_message(peer, message)
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         with self._listening:  # listen() holds it until the listener is known
@@ -345,15 +438,74 @@ class KVConsumer:
         if listener is None:
             return
         try:
-            self.core.on_hello(peer, hello, self._welcome)
+            self._messages.on_hello(peer, hello, lambda session: self._welcome(session.session_id, session.token))
         except ProtocolError as error:
             logger.warning("refused %s: %s", hello.engine_id, reason_of(error))
             listener.send(peer, make_reject(error))
 
-    def _welcome(self, session: Session) -> Message:
+    def _welcome(self, session_id: str, token: bytes) -> Welcome:
         return make_welcome(
-            session, self.engine_id, self._endpoints, lease_s=self.max_deadline_s, verifies=self.verifies
+            self.identity,
+            self.description,
+            session_id,
+            token,
+            self._endpoints,
+            lease_s=self.max_deadline_s,
+            verifies=self.verifies,
         )
+
+
+class _DialledProducer:
+    """The channel to a process of a producer that this side has dialled: it is greeted with a welcome."""
+
+    def __init__(self, consumer: KVConsumer, address: str, security: Security) -> None:
+        self._of, self._inbox = consumer, PeerInbox()
+        self.peer = f"dialled {uuid.uuid4().hex}".encode()
+        self.channel = ControlChannel(address, security, self._on_message, self._on_lost)
+        self._names = uuid.uuid4().hex, new_token()
+        consumer._dialled[self.peer] = self
+
+    def greet(self, timeout_s: float) -> None:
+        """Say welcome and wait for the hello. Raises as KVConsumer.connect()."""
+        # The producer may open its data connection before its hello has been heard here.
+        self._of.receiver.add_session(*self._names)
+        self.channel.greet(self._of._welcome(*self._names), timeout_s)
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._of.control.post(self._on_hello, message)
+        elif isinstance(message, Reject):
+            self.channel.answer(message)
+        elif self._inbox.take():
+            self._of.control.post(self._handle, message)
+        else:
+            self.channel.give_up(FLOOD)
+
+    def _on_hello(self, hello: Hello) -> None:
+        try:
+            self._of._messages.on_hello(self.peer, hello, None, self._names)
+        except ProtocolError as error:
+            logger.warning("no session with %s: %s", hello.engine_id, reason_of(error))
+            self.channel.fail(error)
+        else:
+            self.channel.answer(hello)
+
+    def _handle(self, message: Message) -> None:
+        self._inbox.done()
+        self._of._messages.on_message(self.peer, message)
+
+    def _on_lost(self, reason: str) -> None:
+        self._of.control.post(self._lost_now, reason)
+
+    def _lost_now(self, reason: str) -> None:
+        self._of._messages.on_lost(self.peer, reason, departed=True)
+        self._of.receiver.drop_session(self._names[0])
+
+    def close(self) -> None:
+        """Say goodbye, and forget the session."""
+        self.channel.close()
+        self._of.control.call(self._lost_now, "the connection to all of the producer was not had")
+        self._of._dialled.pop(self.peer, None)
 
 
 class _Effects:
@@ -366,7 +518,10 @@ class _Effects:
 
     def send(self, peer: bytes, message: Message) -> None:
         """See InboundEffects."""
-        if self._of._listener is not None:
+        dialled = self._of._dialled.get(peer)
+        if dialled is not None:
+            dialled.channel.send(message)
+        elif self._of._listener is not None:
             self._of._listener.send(peer, message)
 
     def post(self, event: Callable[[], object]) -> None:
@@ -396,14 +551,14 @@ class _Effects:
 
     # -- ReceivingEvents, on the transport's threads ------------------------------------------------------------------
 
-    def on_payload_failed(self, session_id: str, request_id: str, landing: Landing, error: PdtxError) -> None:
+    def on_payload_failed(self, session_id: str, request_id: str, door: Door, error: PdtxError) -> None:
         """See ReceivingEvents."""
-        self._of.control.post(self._of.core.on_payload_failed, session_id, request_id, landing, error)
+        self._of.control.post(self._of._messages.on_payload_failed, session_id, request_id, door, error)
 
     def on_payload_twice(self, key: TransferKey) -> None:
         """See ReceivingEvents."""
-        self._of.control.post(self._of.core.on_payload_twice, key)
+        self._of.control.post(self._of._messages.on_payload_twice, key)
 
     def on_connection_closed(self, session_id: str, reason: str) -> None:
         """See ReceivingEvents."""
-        self._of.control.post(self._of.core.on_connection_closed, session_id, reason)
+        self._of.control.post(self._of._messages.on_connection_closed, session_id, reason)

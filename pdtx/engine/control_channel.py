@@ -9,9 +9,11 @@ from pdtx.protocol import Bye, Hello, Message, Reject, TierHello, TierWelcome, W
 from pdtx.sidechannel import Dialer, Listener, Security
 from pdtx.text import reason_of
 
+Greeting = Hello | TierHello | Welcome | TierWelcome
+
 
 class ControlChannel:
-    """Talks to the consumer at address. on_message(message), on_lost(reason): called on the channel's thread.
+    """Talks to the peer at address. on_message(message), on_lost(reason): called on the channel's thread.
 
     Used by one thread at a time, but for send() and answer().
     """
@@ -27,16 +29,17 @@ class ControlChannel:
         self._on_message, self._on_lost = on_message, on_lost
         self._dialer: Dialer | None = None
         self._lost: PdtxError | None = None
-        self._answer: queue.Queue[Welcome | TierWelcome | PdtxError] = queue.Queue()
+        self._answer: queue.Queue[Greeting | PdtxError] = queue.Queue()
 
     @property
     def lost(self) -> PdtxError | None:
         """What ended the channel that was dialled last, if something has."""
         return self._lost
 
-    def greet(self, hello: Hello | TierHello, timeout_s: float) -> Welcome | TierWelcome:
-        """Say hello, over a channel dialled anew if there is none or the last one was lost; return the answer.
+    def greet(self, hello: Greeting, timeout_s: float) -> Greeting:
+        """Say hello, or welcome to a producer; return the answer.
 
+        The channel is dialled anew if there is none or the last one was lost.
         Raises PeerUnreachable (PeerSilent where somebody takes the connection), AuthenticationFailed, PeerLost,
         IncompatiblePeer or DeadlineExceeded.
         """
@@ -68,8 +71,12 @@ class ControlChannel:
         self._dialer = dialer
         return dialer
 
-    def answer(self, answer: Welcome | TierWelcome | Reject) -> None:
-        """Take what the consumer says to a hello."""
+    def fail(self, error: PdtxError) -> None:
+        """Let greet() fail because of the answer that has come."""
+        self._answer.put(error)
+
+    def answer(self, answer: Greeting | Reject) -> None:
+        """Take what the peer says to the greeting."""
         if isinstance(answer, Reject):
             texts = answer.field, answer.producer, answer.consumer, answer.advice
             self._answer.put(IncompatiblePeer(*(reason_of(text) if text else text for text in texts)))

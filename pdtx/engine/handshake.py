@@ -9,8 +9,17 @@ from pdtx.arguments import integer
 from pdtx.engine.describe import CacheFacts, facts_of
 from pdtx.engine.inbound import Session
 from pdtx.engine.matching import Match, match_caches
-from pdtx.errors import IncompatiblePeer, InputError, PdtxError
-from pdtx.protocol import MAX_PROCESSES, PROTOCOL_VERSION, CacheDescription, DataEndpoint, Hello, Reject, Welcome
+from pdtx.errors import IncompatiblePeer, InputError, PdtxError, ProtocolError
+from pdtx.protocol import (
+    MAX_PROCESSES,
+    PROTOCOL_VERSION,
+    CacheDescription,
+    DataEndpoint,
+    Hello,
+    Reject,
+    TierHello,
+    Welcome,
+)
 from pdtx.text import reason_of
 
 
@@ -77,27 +86,59 @@ def choose_endpoint(welcome: Welcome, mover: str) -> DataEndpoint:
 
 
 def check_hello(hello: Hello) -> None:
-    """Raise IncompatiblePeer for a producer of another version."""
+    """Raise IncompatiblePeer for a producer of another version, or ProtocolError for an impossible process."""
     _require_version(hello.protocol, PROTOCOL_VERSION)
+    if hello.process >= hello.processes:
+        raise ProtocolError(f"{hello.engine_id} says that it is process {hello.process} of {hello.processes}")
 
 
-def new_session(peer: bytes, engine_id: str, match: Match) -> Session:
-    """Return a new session for a peer. match: of both caches, see match_caches and facts_of."""
-    return Session(uuid.uuid4().hex, peer, engine_id, secrets.token_bytes(32), match)
+def new_session(peer: bytes, hello: Hello | TierHello, match: Match, names: tuple[str, bytes] | None = None) -> Session:
+    """Return a new session for a peer. match: of both caches, see match_caches and facts_of.
+
+    names: its id and token, where the peer knows them already.
+    """
+    session_id, token = names or (uuid.uuid4().hex, new_token())
+    if isinstance(hello, TierHello):
+        return Session(session_id, peer, hello.engine_id, token, match)
+    return Session(
+        session_id,
+        peer,
+        hello.engine_id,
+        token,
+        match,
+        process=hello.process,
+        processes=hello.processes,
+        incarnation=hello.incarnation,
+        resumes=hello.resumes,
+    )
+
+
+def new_token() -> bytes:
+    """Return what proves the data connections of a session."""
+    return secrets.token_bytes(32)
 
 
 def make_welcome(
-    session: Session, engine_id: str, endpoints: list[DataEndpoint], *, lease_s: float, verifies: bool
+    identity: ProcessIdentity,
+    cache: CacheDescription,
+    session_id: str,
+    token: bytes,
+    endpoints: list[DataEndpoint],
+    *,
+    lease_s: float,
+    verifies: bool,
 ) -> Welcome:
-    """Return the answer to a producer that has a session now."""
+    """Return what a consumer says to a producer that has a session now, or that it has dialled."""
     return Welcome(
         protocol=PROTOCOL_VERSION,
         pdtx_version=__version__,
-        engine_id=engine_id,
-        incarnation=session.session_id,
-        session_id=session.session_id,
-        token=session.token,
-        cache=session.match.consumer.description,
+        engine_id=identity.engine_id,
+        process=identity.process,
+        processes=identity.processes,
+        incarnation=session_id,
+        session_id=session_id,
+        token=token,
+        cache=cache,
         data_endpoints=endpoints,
         lease_s=lease_s,
         verify="reference" if verifies else "off",

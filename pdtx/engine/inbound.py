@@ -1,12 +1,14 @@
-"""The consumer's record of one request: what was granted, what has arrived, what is missing."""
+"""The consumer's record of one request: who sends it, what was granted, what has arrived, what is missing."""
 
 import queue
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pdtx.cache import CallerTables, GroupBlocks
+from pdtx.engine.arrivals import ExpectedBuffer
 from pdtx.engine.control_thread import ControlThread, Owned
-from pdtx.engine.landing import Landing
+from pdtx.engine.landing import Door, Landing
 from pdtx.engine.matching import Match
 from pdtx.engine.states import INBOUND, InboundState, check_transition
 from pdtx.errors import PdtxError, VerificationError
@@ -17,13 +19,56 @@ from pdtx.tiers.prefix import Fetched
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One peer, a producer or who reads a tier: its side-channel address, data token, and how the caches match."""
+    """One peer, a process of a producer or who reads a tier: its side-channel address, data token, and the match.
+
+    process, incarnation, resumes: see Hello.
+    """
 
     session_id: str
     peer: bytes = field(repr=False)
     engine_id: str
     token: bytes = field(repr=False)
     match: Match = field(repr=False)
+    process: int = 0
+    processes: int = 1
+    incarnation: str = ""
+    resumes: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call the peer."""
+        which = f" process {self.process} of {self.processes}" if self.processes > 1 else ""
+        return f"{self.engine_id}{which}"
+
+
+@dataclass(eq=False)
+class PrefillEngine:
+    """A producer: the sessions with its processes, by their numbers. Changed by the consumer's control thread alone.
+
+    expected: what comes of each of this node's buffers, whichever process sends it.
+    failed: requests that have ended before some of the processes asked for them: which those are, and why it ended.
+    """
+
+    engine_id: str
+    processes: int
+    expected: tuple[ExpectedBuffer, ...] = field(repr=False)
+    not_transferred: frozenset[str] = frozenset()
+    tp_size: int = 1
+    members: dict[int, Session] = field(default_factory=dict)
+    failed: "dict[str, tuple[set[int], str]]" = field(default_factory=dict, repr=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a session with each of its processes."""
+        return len(self.members) == self.processes
+
+    def sender(self, buffer: int, layer: int, src_rank: int, dst_rank: int) -> Session | None:
+        """Return the session with the process that sends a layer from one rank to another; None if it is not there."""
+        for session in self.members.values():
+            match = session.match.of_consumer.get(buffer)
+            if match is not None and match.sends(layer, src_rank, dst_rank):
+                return session
+        return None
 
 
 @dataclass(frozen=True)
@@ -45,7 +90,7 @@ class Expectation(Owned):
 
     cached_tokens: of its beginning, that are in the blocks already. needs: for each group, see needs_of_tables().
     clean: its other blocks are full of poison, where that is asked for, so that they can be granted. error: why it is
-    expected no more.
+    expected no more, reported: whether the caller knows it by an exception.
     """
 
     request_id: str
@@ -57,12 +102,13 @@ class Expectation(Owned):
     begun: float = field(default_factory=time.monotonic)
     clean: bool = False
     error: PdtxError | None = None
+    reported: bool = False
     owner: ControlThread | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """How an expected request ended; nothing is written into its blocks any more.
+    """How an expected or pulled request ended; nothing is written into its blocks any more.
 
     error: None where all of it is there, and is the producer's where the consumer verifies. request: None where no
     producer has asked for it.
@@ -79,31 +125,48 @@ class Arrived:
 
 
 @dataclass(eq=False)
-class InboundRequest(Owned):
-    """One request on its way in. Changed by the consumer's control thread alone; anybody may read it.
+class Ask:
+    """What one process of the producer has asked for. attempt: see TransferRequest.
 
-    needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
-    landing: what payloads may write, and what has arrived.
-    fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
-    verified: whether every element was found to be right. error: why it failed, once it has.
-    expected: whether its block tables are the caller's.
+    door: what lets its payloads in, once it is granted. suspended: its session was lost, and it may ask again.
     """
 
     session: Session
+    attempt: int
+    door: Door | None = None
+    complete: Complete | None = None
+    suspended: bool = False
+
+
+@dataclass(eq=False)
+class InboundRequest(Owned):
+    """One request on its way in. Changed by the consumer's control thread alone; anybody may read it.
+
+    ask: of the process that was the first. asks: of each process of the producer that has asked.
+    needs, tables: for each group; tables are the block tables, int64, with 0 where there is no block.
+    landing: what payloads may write, and what has arrived.
+    fetched: what of the prompt came from this node's tiers, so that arrivals do not expect it.
+    complete: what all processes together have said.
+    verified: whether every element was found to be right. error: why it failed, once it has.
+    expected: whether its block tables are the caller's. pulled: whether this node asked for it.
+    """
+
+    engine: PrefillEngine
     ask: TransferRequest
     needs: tuple[GroupNeed, ...]
     landing: Landing
     deadline: float
+    asks: dict[int, Ask] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     blocks: GroupBlocks | None = None
     tables: tuple[Int64s, ...] = ()
     state: InboundState = InboundState.QUEUED
     fetched: Fetched = field(default_factory=Fetched)
-    noticed_bytes: int = 0
     complete: Complete | None = None
     verified: bool = False
     error: PdtxError | None = None
     expected: bool = False
+    pulled: bool = False
     references: "queue.Queue[Reference | PdtxError]" = field(default_factory=queue.Queue)
     owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
 
@@ -116,6 +179,16 @@ class InboundRequest(Owned):
     def num_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.ask.num_tokens
+
+    @property
+    def session(self) -> Session:
+        """The session with the producer's process that has asked first."""
+        return next(iter(self.asks.values())).session
+
+    @property
+    def sender(self) -> str:
+        """The producer's name, for messages: of its one process, or of all of them."""
+        return self.engine.engine_id
 
     @property
     def has_ended(self) -> bool:
@@ -131,6 +204,20 @@ class InboundRequest(Owned):
     def received_runs(self) -> int:
         """Runs that payloads were placed as."""
         return self.landing.received_runs
+
+    @property
+    def noticed_bytes(self) -> int:
+        """Bytes of payloads that have arrived, and of which the producer knows."""
+        return self.landing.noticed_bytes
+
+    def ask_of(self, session: Session) -> Ask | None:
+        """Return what a session has asked for."""
+        ask = self.asks.get(session.process)
+        return ask if ask is not None and ask.session is session else None
+
+    def heard(self) -> Iterator[Ask]:
+        """What has been asked for by processes that can be told how it goes on."""
+        return (ask for ask in self.asks.values() if not ask.suspended)
 
     def take(self, blocks: GroupBlocks) -> None:
         """Fill the block tables with blocks, which are as many as needs say."""
@@ -151,5 +238,11 @@ class InboundRequest(Owned):
         return self.landing.missing()
 
     def lacking(self) -> str:
-        """Say what it waits for: payloads, notices of them, or the completion."""
-        return self.missing() or self.landing.unnoticed() or "all has arrived, but not the notice that it is complete"
+        """Say what it waits for: payloads, notices of them, the other processes, or the completion."""
+        found = self.missing() or self.landing.unnoticed()
+        if found is not None:
+            return found
+        silent = sorted(set(range(self.engine.processes)) - set(self.asks))
+        if silent:
+            return f"nothing was heard of processes {', '.join(map(str, silent))} of {self.engine.processes}"
+        return "all has arrived, but not the notice that it is complete"

@@ -1,21 +1,22 @@
-"""What the consumer's control thread does: sessions, the grant queue, the turn of the blocks, and requests' lives."""
+"""What the consumer's control thread does: the grant queue, the turn of the blocks, and requests' lives."""
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from pdtx.cache import AllocatingBlockPool, CallerBlocks, GroupBlocks, KVCaches
-from pdtx.engine.arrivals import Arrivals, Notice
+from pdtx.engine.arrivals import Arrivals
 from pdtx.engine.control_thread import ControlThread
 from pdtx.engine.describe import CacheFacts
 from pdtx.engine.expectations import Expectations
 from pdtx.engine.granting import GrantQueue, blocks_to_poison, granted_blocks, needs_of, needs_of_tables
-from pdtx.engine.inbound import Arrived, Expectation, GroupNeed, InboundRequest, Session
-from pdtx.engine.inbound_sessions import SessionTable
-from pdtx.engine.landing import Landing
+from pdtx.engine.inbound import Arrived, Ask, Expectation, InboundRequest, PrefillEngine, Session
+from pdtx.engine.inbound_engines import EngineTable
+from pdtx.engine.landing import Door, Landing
+from pdtx.engine.pulls import Pulls
 from pdtx.engine.receiving import PayloadReceiver
 from pdtx.engine.states import InboundState
 from pdtx.errors import (
@@ -28,23 +29,9 @@ from pdtx.errors import (
     VerificationError,
 )
 from pdtx.plan.runs import Int64s
-from pdtx.protocol import (
-    Bye,
-    Complete,
-    Failure,
-    Finished,
-    Grant,
-    Hello,
-    LayerDone,
-    Message,
-    Reference,
-    Refuse,
-    Release,
-    TransferRequest,
-)
+from pdtx.protocol import Failure, Finished, Grant, Message, Part, Refuse, Release, TransferRequest
 from pdtx.text import reason_of
 from pdtx.tiers.prefix import Fetched
-from pdtx.transports import TransferKey
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_REQUESTS = 20_000
 """Requests of one producer that may be under way at once."""
 
+_MAX_REMEMBERED = 20_000
+"""Failed requests of one producer that not all of its processes have asked for."""
 
 _UNEXPECTED = "expect()"
 """What a request waits for before the caller, whose blocks they are, has said where it goes."""
@@ -61,7 +50,7 @@ class InboundEffects(Protocol):
     """What the control of a consumer brings about. None of these blocks."""
 
     def send(self, peer: bytes, message: Message) -> None:
-        """Send a producer a message."""
+        """Send a producer's process a message."""
 
     def post(self, event: Callable[[], object]) -> None:
         """Have an event of the control thread run later; from any thread."""
@@ -77,7 +66,7 @@ class InboundEffects(Protocol):
 
 
 class InboundControl:
-    """The consumer's sessions and requests. Every method is an event of the control thread, and none blocks.
+    """The consumer's requests. Every method is an event of the control thread, and none blocks.
 
     pool: whose blocks there are: one that hands them out, or the caller's, who says by expect() where a request goes.
     align: see needs_of(). scrubs: whether blocks are filled with poison before they are granted.
@@ -97,77 +86,71 @@ class InboundControl:
     ) -> None:
         self.cache, self.pool, self.receiver, self.effects = cache, pool, receiver, effects
         self._align, self._max_deadline_s, self._scrubs = align, max_deadline_s, scrubs
-        self._table = SessionTable(facts, receiver)
-        self.requests: dict[tuple[bytes, str], InboundRequest] = {}  # (the session's peer, request id); not ended
-        self._counts: Counter[bytes] = Counter()  # of those, by peer
+        self.engines = EngineTable(facts, receiver)
+        self.requests: dict[tuple[PrefillEngine, str], InboundRequest] = {}  # not ended
+        self._counts: Counter[PrefillEngine] = Counter()  # of those
         self.draining: dict[InboundRequest, None] = {}  # ended, and payloads may still be written into their blocks
         self.queue = None if isinstance(pool, CallerBlocks) else GrantQueue(cache.groups, pool)
         self.expectations = Expectations(pool)
+        self.pulls = Pulls(self)
         self.closing: PdtxError | None = None
         self.num_ended = self.num_failed = self.num_expired = 0  # ended; of those failed; of those by their deadline
         self.duplicate_notices = 0  # deliveries that were reported more than once
         self.unknown_notices = 0  # deliveries that were reported, of which nothing is here
         self.owner: ControlThread | None = None  # of new requests
 
-    # -- sessions -----------------------------------------------------------------------------------------------------
-
     @property
     def sessions(self) -> dict[bytes, Session]:
-        """The sessions, by their producers' side-channel addresses."""
-        return self._table.sessions
-
-    def on_hello(self, peer: bytes, hello: Hello, welcome: Callable[[Session], Message]) -> None:
-        """Open a session for a producer; the one it had before has ended. Raises IncompatiblePeer or ProtocolError."""
-        session = self._table.make(peer, hello)
-        self._retire(peer)
-        self._table.add(session)
-        self.effects.send(peer, welcome(session))
-
-    def _retire(self, peer: bytes) -> None:
-        """End a peer's session because it asks for another one: nothing can come over its data connection any more.
-
-        What has all arrived does not need it and goes on.
-        """
-        session = self._table.drop(peer)
-        if session is not None:
-            lost = PeerLost(f"{session.engine_id} opened another session")
-            self.end_where(lambda request: request.session.peer == peer and not _arrived(request), lost)
-
-    def on_lost(self, peer: bytes, reason: str) -> None:
-        """A producer's control channel has ended, and with it all its requests."""
-        session = self._table.drop(peer)
-        if session is not None:
-            lost = PeerLost(f"lost {session.engine_id}: {reason}")
-            self.end_where(lambda request: request.session.peer == peer, lost)
-
-    def on_connection_closed(self, session_id: str, reason: str) -> None:
-        """Fail what a producer had under way when its data connection ended.
-
-        What has all arrived waits for the completion, which comes over the control channel.
-        """
-
-        def is_cut(request: InboundRequest) -> bool:
-            ours = request.session.session_id == session_id and request.state is InboundState.RECEIVING
-            return ours and request.missing() is not None
-
-        self.end_where(is_cut, PeerLost(f"the data connection ended: {reason}"), tell=True)
+        """The sessions, by the side-channel addresses of their producers' processes."""
+        return self.engines.sessions
 
     # -- a request's life ---------------------------------------------------------------------------------------------
 
     def on_request(self, session: Session, ask: TransferRequest) -> None:
-        """Queue a request for blocks, or refuse it."""
+        """Queue a request for blocks, let another process join it, go on with it in another session, or refuse it."""
+        engine = self.engines.engine_of(session)
+        request = self.requests.get((engine, ask.request_id))
+        earlier = request.asks.get(session.process) if request is not None else None
+        failed = self.refused_before(engine, session, ask.request_id)
+        if failed is not None:
+            self._refuse(session, ask, failed)
+        elif request is None:
+            self._begin(session, engine, ask)
+        elif earlier is None:
+            self._join(request, session, ask)
+        elif earlier.suspended:
+            self._resume(request, earlier, session, ask)
+        else:
+            self._refuse(session, ask, f"request id {ask.request_id} is in use")
+
+    def _refuse(self, session: Session, ask: TransferRequest, reason: str) -> None:
+        self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=reason, attempt=ask.attempt))
+
+    def refused_before(self, engine: PrefillEngine, session: Session, request_id: str) -> str | None:
+        """Return why a request has failed of which this process has not heard, as it had not asked for it."""
+        silent, reason = engine.failed.get(request_id, (set[int](), ""))
+        if session.process not in silent:
+            return None
+        silent.discard(session.process)
+        if not silent:
+            del engine.failed[request_id]
+        return reason
+
+    def _begin(self, session: Session, engine: PrefillEngine, ask: TransferRequest) -> None:
         needs = needs_of(self.cache.groups, ask, self._align)
-        problem = self._problem(session, ask)
+        problem = self._problem(engine, ask)
         if problem is None and self.queue is not None:
             problem = self.queue.impossible(needs)
         if problem is not None:
-            self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=problem))
+            self._refuse(session, ask, problem)
             return
-        arrivals = self._arrivals(session, needs, 0)  # unless tiers have some
         deadline = time.monotonic() + min(ask.deadline_s, self._max_deadline_s)
-        request = InboundRequest(session, ask, needs, Landing(arrivals), deadline, owner=self.owner)
-        self.requests[session.peer, ask.request_id] = request
-        self._counts[session.peer] += 1
+        landing = Landing(self._arrivals(engine, [need.positions for need in needs], 0))  # unless tiers have some
+        asks = {session.process: Ask(session, ask.attempt)}
+        request = InboundRequest(engine, ask, needs, landing, deadline, asks, owner=self.owner)
+        self.requests[engine, ask.request_id] = request
+        self._counts[engine] += 1
+        self.pulls.on_asked(request)
         if self.queue is not None:
             self.queue.add(request)
             self.grant_queued()
@@ -175,17 +158,28 @@ class InboundControl:
             self.expectations.unmatched[ask.request_id] = request
             self._grant_expected(ask.request_id)
 
-    def _problem(self, session: Session, ask: TransferRequest) -> str | None:
+    def _problem(self, engine: PrefillEngine, ask: TransferRequest) -> str | None:
         """Say what is wrong with a request, if anything."""
         if self.closing is not None:
             return str(self.closing)
         if not ask.num_tokens:
             return "the prompt has no tokens"
-        if (session.peer, ask.request_id) in self.requests or ask.request_id in self.expectations.unmatched:
+        if ask.request_id in self.expectations.unmatched:
             return f"request id {ask.request_id} is in use"
-        if self._counts[session.peer] >= MAX_REQUESTS:
-            return f"{MAX_REQUESTS} requests of {session.engine_id} are under way; begin more when some have ended"
+        if self._counts[engine] >= MAX_REQUESTS:
+            return f"{MAX_REQUESTS} requests of {engine.engine_id} are under way; begin more when some have ended"
         return None
+
+    def _join(self, request: InboundRequest, session: Session, ask: TransferRequest) -> None:
+        """Let another process of the producer send its part of a request."""
+        joined = request.asks[session.process] = Ask(session, ask.attempt)
+        if ask.num_tokens != request.num_tokens:
+            text = f"its processes disagree: the prompt has {request.num_tokens} and {ask.num_tokens} tokens"
+            self.fail(request, TransferError(text))
+            return
+        request.deadline = min(request.deadline, time.monotonic() + ask.deadline_s)
+        if request.state is InboundState.RECEIVING:
+            self._say_granted(request, joined, [])
 
     def grant_queued(self) -> None:
         """Grant blocks to waiting requests, first come first served, as long as there are enough in every group."""
@@ -225,26 +219,66 @@ class InboundControl:
             self._grant(request, fetched)
 
     def _grant(self, request: InboundRequest, fetched: Fetched) -> None:
-        """Tell the producer which blocks to write, and what of the prompt it need not send."""
+        """Tell the producer's processes which blocks to write, and what of the prompt they need not send."""
         request.fetched = fetched
-        fewer = self._arrivals(request.session, request.needs, fetched.num_tokens) if fetched.num_tokens else None
+        positions = [need.positions for need in request.needs]
+        fewer = self._arrivals(request.engine, positions, fetched.num_tokens) if fetched.num_tokens else None
         tables = tuple(request.granted(group) for group in range(len(self.cache.groups)))
         request.landing.open(tables, request.deadline, fewer)
-        self.receiver.grant(request.session.session_id, request.request_id, request.landing)
         request.go(InboundState.RECEIVING)
+        for ask in list(request.heard()):
+            self._say_granted(request, ask, [])
+
+    def _say_granted(self, request: InboundRequest, ask: Ask, arrived: list[Part]) -> None:
+        session = ask.session
+        ask.door = Door(request.landing, session.match)
+        self.receiver.grant(session.session_id, request.request_id, ask.door)
         grant = Grant(
             request_id=request.request_id,
             groups=granted_blocks(request),
             deadline_s=max(0.0, request.deadline - time.monotonic()),
-            cached_tokens=fetched.num_tokens,
+            cached_tokens=request.fetched.num_tokens,
+            attempt=ask.attempt,
+            arrived=arrived,
         )
-        self.effects.send(request.session.peer, grant)
+        self.effects.send(session.peer, grant)
 
-    def _arrivals(self, session: Session, needs: Sequence[GroupNeed], cached_tokens: int) -> Arrivals:
-        """Return what must arrive of a request whose first cached_tokens are here."""
-        matches, groups = session.match.buffers, self.cache.groups
-        positions = [groups[match.group].uncached(needs[match.group].positions, cached_tokens) for match in matches]
-        return Arrivals(matches, positions)
+    def _arrivals(self, engine: PrefillEngine, needed: Sequence[range], cached_tokens: int) -> Arrivals:
+        """Return what must arrive of a request whose first cached_tokens are here. needed: positions of each group."""
+        groups, expected = self.cache.groups, engine.expected
+        positions = [groups[one.group].uncached(needed[one.group], cached_tokens) for one in expected]
+        return Arrivals(expected, positions)
+
+    # -- a session that is lost, and its successor --------------------------------------------------------------------
+
+    def suspend(self, session: Session) -> None:
+        """Let nothing more of a session in: its process may ask for what has not all arrived in another one."""
+        for request in list(self.requests.values()):
+            ask = request.ask_of(session)
+            if ask is not None and request.state is not InboundState.READY:
+                ask.suspended = True
+                if ask.door is not None:
+                    self.receiver.withdraw(session.session_id, request.request_id, ask.door)
+
+    def _resume(self, request: InboundRequest, ask: Ask, session: Session, again: TransferRequest) -> None:
+        """Go on in another session, once nothing of the one before is being written any more."""
+        before, ask.session, ask.attempt, ask.complete, ask.suspended = (
+            ask.session, session, again.attempt, None, False,
+        )  # fmt: skip
+        door, ask.door = ask.door, None
+        logger.info("request %s goes on in a new session of %s", request.request_id, session.name)
+        if again.num_tokens != request.num_tokens:
+            self.fail(request, TransferError(f"it had {request.num_tokens} tokens, and has {again.num_tokens} now"))
+        elif door is not None:
+            go_on = partial(self._go_on, request, ask, again.attempt, before)
+            if door.close(partial(self.effects.post, go_on)):
+                go_on()
+
+    def _go_on(self, request: InboundRequest, ask: Ask, attempt: int, before: Session) -> None:
+        if request.state is InboundState.RECEIVING and ask.attempt == attempt and not ask.suspended:
+            self._say_granted(request, ask, request.landing.keep_noticed(before.match))
+
+    # -- towards its end ----------------------------------------------------------------------------------------------
 
     def take(self, request: InboundRequest) -> bool:
         """Hold a ready request's blocks for the decoder; False if it has ended meanwhile."""
@@ -260,7 +294,8 @@ class InboundControl:
 
     def release(self, request: InboundRequest) -> None:
         """Tell the producer that its blocks are not needed any more."""
-        self.effects.send(request.session.peer, Release(request_id=request.request_id))
+        for ask in request.heard():
+            self.effects.send(ask.session.peer, Release(request_id=request.request_id, attempt=ask.attempt))
 
     def note_verified(self, request: InboundRequest) -> None:
         """Every element of a request is the producer's."""
@@ -268,26 +303,32 @@ class InboundControl:
 
     def finish(self, request: InboundRequest, finished: Finished) -> None:
         """End a request well, and tell the producer how."""
+        asks = list(request.heard())
         if self.end(request, None):
-            self.effects.send(request.session.peer, finished)
+            for place, ask in enumerate(asks):
+                self.effects.send(ask.session.peer, _for_process(finished, ask, first=place == 0))
         self.grant_queued()
 
-    def fail(self, request: InboundRequest, error: PdtxError, *, tell: bool = True) -> None:
-        """End a request as failed."""
-        self.end(request, error, tell=tell)
+    def fail(self, request: InboundRequest, error: PdtxError, *, but: Session | None = None, tell: bool = True) -> None:
+        """End a request as failed. tell: whether its producer's processes hear of it; but: the one that knows it."""
+        self.end(request, error, but=but, tell=tell)
         self.grant_queued()
 
     def cancel(self, request: InboundRequest, reason: str) -> None:
         """End a request because this node does not want it any more."""
         self.fail(request, TransferAborted(f"request {request.request_id} was cancelled: {reason}"))
 
-    def end_where(self, which: Callable[[InboundRequest], bool], error: PdtxError, *, tell: bool = False) -> None:
-        """End all requests of a kind as failed: all of them leave the queue before any of their blocks are granted."""
-        for request in [request for request in self.requests.values() if which(request)]:
-            self.end(request, error, tell=tell)
+    def end_all(
+        self, requests: Iterable[InboundRequest], error: PdtxError, *, but: Session | None = None, tell: bool = True
+    ) -> None:
+        """End requests as failed: all of them leave the queue before any of their blocks are granted."""
+        for request in list(requests):
+            self.end(request, error, but=but, tell=tell)
         self.grant_queued()
 
-    def end(self, request: InboundRequest, error: PdtxError | None, *, tell: bool = True) -> bool:
+    def end(
+        self, request: InboundRequest, error: PdtxError | None, *, but: Session | None = None, tell: bool = True
+    ) -> bool:
         """End a request; False if it had ended before. Its blocks follow when nothing can be written into them.
 
         Callers go on with grant_queued(): also a request that only waited may have stood before others that fit.
@@ -304,11 +345,13 @@ class InboundControl:
         self.expectations.forget(request)
         request.go(InboundState.DRAINING)
         self.draining[request] = None
-        self.receiver.withdraw(request.session.session_id, request.request_id, request.landing)
+        for ask in request.asks.values():
+            if ask.door is not None:
+                self.receiver.withdraw(ask.session.session_id, request.request_id, ask.door)
         is_idle = request.landing.close(partial(self.effects.post, partial(self._on_idle, request)))
         request.references.put(error or PeerLost("the request has ended"))
         if error is not None:
-            self._report(request, error, phase, tell=tell)
+            self._report(request, error, phase, but=but, tell=tell)
         if is_idle:
             self._return_blocks(request)
         return True
@@ -319,22 +362,32 @@ class InboundControl:
         return _UNEXPECTED if waits and self.queue is None else request.state.value
 
     def _forget(self, request: InboundRequest) -> None:
-        peer = request.session.peer
-        if self.requests.pop((peer, request.request_id), None) is not None:
-            self._counts[peer] -= 1
-            if not self._counts[peer]:
-                del self._counts[peer]
+        engine = request.engine
+        if self.requests.pop((engine, request.request_id), None) is not None:
+            self._counts[engine] -= 1
+            if not self._counts[engine]:
+                del self._counts[engine]
+                self.engines.forget(engine)
 
-    def _report(self, request: InboundRequest, error: PdtxError, phase: str, *, tell: bool) -> None:
-        peer, extra = request.session.engine_id, {"request_id": request.request_id}
-        logger.warning("request %s from %s failed: %s", request.request_id, peer, reason_of(error), extra=extra)
-        if not tell:
-            return
+    def _report(
+        self, request: InboundRequest, error: PdtxError, phase: str, *, but: Session | None, tell: bool
+    ) -> None:
+        engine, extra, reason = request.engine, {"request_id": request.request_id}, reason_of(error)
+        logger.warning("request %s from %s failed: %s", request.request_id, request.sender, reason, extra=extra)
         wrong = None
         if isinstance(error, VerificationError):
             phase, wrong = "verification", error.wrong
-        failure = Failure(request_id=request.request_id, phase=phase, reason=reason_of(error), wrong=wrong)
-        self.effects.send(request.session.peer, failure)
+        silent = set(range(engine.processes)) - set(request.asks)
+        if silent and engine.members:
+            while len(engine.failed) >= _MAX_REMEMBERED:
+                del engine.failed[next(iter(engine.failed))]
+            engine.failed[request.request_id] = silent, f"it has failed in {phase}: {reason}"
+        for ask in request.heard():
+            if tell and ask.session is not but:
+                failure = Failure(
+                    request_id=request.request_id, phase=phase, reason=reason, wrong=wrong, attempt=ask.attempt
+                )
+                self.effects.send(ask.session.peer, failure)
 
     def _on_idle(self, request: InboundRequest) -> None:
         self._return_blocks(request)
@@ -346,7 +399,7 @@ class InboundControl:
         self.draining.pop(request, None)
         if request.blocks is not None:
             self._put_back(self.pool.retire(request.blocks))
-        if request.expected:
+        if request.expected or (request.pulled and request.error is not None):
             self.expectations.arrived.append(Arrived(request.request_id, request.error, request))
 
     def _put_back(self, ids: Sequence[Int64s]) -> None:
@@ -371,20 +424,24 @@ class InboundControl:
         late = [request for request in self.requests.values() if request.deadline < now]
         for request in late:
             detail = f"{request.received_bytes} bytes received; {request.lacking()}"
-            phase, peer, waited = self._phase(request), request.session.engine_id, request.deadline - request.begun
+            phase, peer, waited = self._phase(request), request.sender, request.deadline - request.begun
             if phase is _UNEXPECTED:
                 detail, peer = f"nothing was said here about request {request.request_id}", "the decode node"
             self.end(request, DeadlineExceeded(phase, peer, round(waited, 3), detail))
         if late:
             self.grant_queued()
         self.expectations.tick(now)
-        return bool(self.requests or self.expectations.expected)
+        self.pulls.tick(now)
+        return bool(self.requests or self.expectations.expected or self.pulls.pending)
 
     def close(self, error: PdtxError) -> None:
         """Grant nothing more, and end every request. What is asked for later is refused."""
         self.closing = error
-        self.end_where(lambda _: True, error, tell=True)
+        self.end_all(self.requests.values(), error)
         self.expectations.drop_all(error)
+        self.pulls.drop_all(error)
+
+    # -- requests whose blocks are the caller's -----------------------------------------------------------------------
 
     def deliver(self, request: InboundRequest, error: PdtxError | None) -> None:
         """An expected request has all arrived. error: what verification found."""
@@ -425,7 +482,7 @@ class InboundControl:
         if self.expectations.expected.get(name) is expected:
             self.expectations.drop(name, error)
         else:
-            self.end_where(lambda request: request.blocks is expected.blocks, error, tell=True)
+            self.end_all([one for one in self.requests.values() if one.blocks is expected.blocks], error)
 
     def _on_clean(self, expected: Expectation, worked: bool) -> None:
         self.expectations.note_clean(expected, None if worked else _not_scrubbed())
@@ -451,100 +508,9 @@ class InboundControl:
     def cancel_named(self, request_id: str, reason: str) -> None:
         """End the request of a name, whether it was asked for as yet or not. Unknown ones have ended already."""
         error = TransferAborted(f"request {request_id} was cancelled: {reason}")
+        self.pulls.drop(request_id, error)
         self.expectations.drop(request_id, error)
-        self.end_where(lambda request: request.request_id == request_id, error, tell=True)
-
-    # -- payloads -----------------------------------------------------------------------------------------------------
-
-    def on_payload_failed(self, session_id: str, request_id: str, landing: Landing, error: PdtxError) -> None:
-        """A payload has not arrived."""
-        session = self._table.of_id(session_id)
-        request = self.requests.get((session.peer, request_id)) if session is not None else None
-        if request is not None and request.landing is landing:
-            self.fail(request, error)
-
-    def on_payload_twice(self, key: TransferKey) -> None:
-        """The transport reported the end of a payload again, which changes nothing."""
-        self.duplicate_notices += 1
-        logger.warning("the mover told the end of %s again", key)
-
-    # -- messages -----------------------------------------------------------------------------------------------------
-
-    def on_message(self, peer: bytes, message: Message) -> None:
-        """A message that is no hello."""
-        session = self.sessions.get(peer)
-        if session is None:
-            logger.warning("ignored a %s from a peer that has not said hello", type(message).__name__)
-            # It may have been given up as silent while it was only slow, and take itself for connected.
-            self.effects.send(peer, Bye(reason="it has no session; say hello first"))
-            return
-        if isinstance(message, TransferRequest):
-            self.on_request(session, message)
-        elif isinstance(message, LayerDone | Complete | Failure | Reference):
-            self._on_request_message(session, message)
-        else:
-            logger.warning("ignored a %s from %s", type(message).__name__, session.engine_id)
-
-    def _on_request_message(self, session: Session, message: LayerDone | Complete | Failure | Reference) -> None:
-        request = self.requests.get((session.peer, message.request_id))
-        if request is None:
-            self.unknown_notices += isinstance(message, LayerDone)
-            logger.info("ignored a %s for unknown request %s", type(message).__name__, message.request_id)
-            return
-        match message:
-            case LayerDone():
-                self._on_notice(request, message)
-            case Reference():
-                # One is asked for at a time, once all has arrived; what comes beside that is not kept: it may be of
-                # an earlier request of that name.
-                if request.state is InboundState.READY and request.references.empty():
-                    request.references.put(message)
-            case Failure():
-                reason = f"{session.engine_id} failed in {reason_of(message.phase)}: {reason_of(message.reason)}"
-                self.fail(request, TransferError(reason), tell=False)
-            case Complete():
-                self._on_complete(request, message)
-
-    def _on_notice(self, request: InboundRequest, done: LayerDone) -> None:
-        """Count a notice if it is the first one of a payload that is here; else it only counts as what it is."""
-        key = TransferKey(
-            done.request_id,
-            done.layer_start,
-            done.layer_stop,
-            done.token_start,
-            done.token_stop,
-            done.buffer,
-            done.src_rank,
-            done.dst_rank,
-        )
-        notice = request.landing.notice(key)
-        request.noticed_bytes += done.nbytes if notice is Notice.NEW else 0
-        self.duplicate_notices += notice is Notice.DUPLICATE
-        self.unknown_notices += notice is Notice.UNKNOWN
-        if notice is not Notice.NEW:
-            logger.warning("ignored a notice of %s from %s: %s", key, request.session.engine_id, notice.value)
-
-    def _on_complete(self, request: InboundRequest, complete: Complete) -> None:
-        """Accept a request only if every byte that the producer claims has been received here."""
-        if request.state is not InboundState.RECEIVING:
-            logger.warning("ignored a second completion of request %s", request.request_id)
-            return
-        missing = request.missing() or request.landing.unnoticed()
-        received, noticed = request.received_bytes, request.noticed_bytes
-        tokens = complete.num_tokens == request.num_tokens
-        if missing is None and tokens and complete.nbytes == received == noticed:
-            request.complete = complete
-            request.go(InboundState.READY)
-            self.effects.ready(request)
-            return
-        claims = (
-            f"claims {complete.num_tokens} tokens and {complete.nbytes} bytes, noticed {noticed}, received {received}"
-        )
-        if missing is not None:
-            claims = f"{missing} ({claims})"
-        self.fail(
-            request, TransferError(f"{request.session.engine_id} completed {request.request_id} wrongly: {claims}")
-        )
+        self.end_all([one for one in self.requests.values() if one.request_id == request_id], error)
 
 
 def _not_scrubbed() -> TransferError:
@@ -565,5 +531,17 @@ def _received(request: InboundRequest) -> Finished:
     )
 
 
-def _arrived(request: InboundRequest) -> bool:
-    return request.state is InboundState.READY
+def _for_process(finished: Finished, ask: Ask, *, first: bool) -> Finished:
+    """Return what one process hears of a request's end: the bytes that it has sent, and the runs for the first one."""
+    sent = ask.complete.nbytes if ask.complete is not None else 0
+    return Finished(
+        request_id=finished.request_id,
+        token_ids=finished.token_ids,
+        text=finished.text,
+        verified=finished.verified,
+        wrong=finished.wrong if first else 0,
+        received_bytes=min(sent, finished.received_bytes),
+        received_runs=finished.received_runs if first else 0,
+        times=finished.times,
+        attempt=ask.attempt,
+    )

@@ -128,6 +128,10 @@ class BufferMatch:
             move.dst_rank,
         )
 
+    def sends(self, layer: int, src_rank: int, dst_rank: int) -> bool:
+        """Whether this producer's process sends one of the consumer's layers from one rank to another."""
+        return self.layers[layer] != ABSENT and (src_rank, dst_rank) in self.move_index
+
     def consecutive(self, layers: range) -> bool:
         """Whether the consumer's layers lie one after another at the producer, so that one plan can carry them."""
         first = self.layers[layers.start]

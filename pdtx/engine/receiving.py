@@ -5,7 +5,7 @@ import threading
 from typing import Protocol
 
 from pdtx.cache import KVCaches
-from pdtx.engine.landing import Landing
+from pdtx.engine.landing import Door
 from pdtx.engine.matching import BufferMatch
 from pdtx.engine.registering import regions_of
 from pdtx.errors import AuthenticationFailed, PdtxError, TransferRefused
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class ReceivingEvents(Protocol):
     """What a receiver reports, from the transport's threads: post what is to be done about it."""
 
-    def on_payload_failed(self, session_id: str, request_id: str, landing: Landing, error: PdtxError) -> None:
+    def on_payload_failed(self, session_id: str, request_id: str, door: Door, error: PdtxError) -> None:
         """Learn that a payload has not arrived."""
 
     def on_payload_twice(self, key: TransferKey) -> None:
@@ -42,8 +42,8 @@ class PayloadReceiver:
         self._plans = PlanCache()
         self._lock = threading.Lock()
         self._tokens: dict[str, bytes] = {}
-        self._landings: dict[tuple[str, str], Landing] = {}  # (session id, request id)
-        self._placing: dict[tuple[str, TransferKey], Landing] = {}  # payloads arriving now
+        self._doors: dict[tuple[str, str], Door] = {}  # (session id, request id)
+        self._placing: dict[tuple[str, TransferKey], Door] = {}  # payloads arriving now
 
     # -- the control thread -------------------------------------------------------------------------------------------
 
@@ -57,16 +57,16 @@ class PayloadReceiver:
         with self._lock:
             self._tokens.pop(session_id, None)
 
-    def grant(self, session_id: str, request_id: str, landing: Landing) -> None:
-        """Let a session's payloads for a request in, as far as landing does."""
+    def grant(self, session_id: str, request_id: str, door: Door) -> None:
+        """Let a session's payloads for a request in, as far as the door does."""
         with self._lock:
-            self._landings[session_id, request_id] = landing
+            self._doors[session_id, request_id] = door
 
-    def withdraw(self, session_id: str, request_id: str, landing: Landing) -> None:
-        """Forget what was granted. What is being written now ends at its landing all the same."""
+    def withdraw(self, session_id: str, request_id: str, door: Door) -> None:
+        """Forget what was granted. What is being written now ends at its door all the same."""
         with self._lock:
-            if self._landings.get((session_id, request_id)) is landing:
-                del self._landings[session_id, request_id]
+            if self._doors.get((session_id, request_id)) is door:
+                del self._doors[session_id, request_id]
 
     @property
     def num_placing(self) -> int:
@@ -86,45 +86,45 @@ class PayloadReceiver:
     def place(self, session_id: str, key: TransferKey) -> Placement:
         """Plan where a payload goes, from this side's own facts."""
         with self._lock:
-            landing = self._landings.get((session_id, key.request_id))
-            if landing is None:
+            door = self._doors.get((session_id, key.request_id))
+            if door is None:
                 raise TransferRefused(f"{key} was not granted")
             if (session_id, key) in self._placing:  # of an earlier request of that name
                 raise TransferRefused(f"{key} is still being received")
-            self._placing[session_id, key] = landing
+            self._placing[session_id, key] = door
         began = False
         try:
-            match, move = landing.begin(key)
+            match, move = door.begin(key)
             began = True
-            return self._placement(landing, key, match, move)
+            return self._placement(door, key, match, move)
         except BaseException:
             with self._lock:
                 del self._placing[session_id, key]
             if began:
-                landing.end(key, None)
+                door.end(key, None)
             raise
 
-    def _placement(self, landing: Landing, key: TransferKey, match: BufferMatch, move: int) -> Placement:
+    def _placement(self, door: Door, key: TransferKey, match: BufferMatch, move: int) -> Placement:
         layers, positions = range(key.layer_start, key.layer_stop), range(key.token_start, key.token_stop)
         source = match.source_stand_in(positions.stop)
         fault = self._plan_layout if match.index == 0 else None
-        here = match.destination(landing.tables[match.group], fault)
+        here = match.destination(door.landing.tables[match.group], fault)
         plan = match.plan(match.moves[move], source, here, layers, positions, merge=False, plans=self._plans)
         slices = plan.destination()
-        landing.note_runs(len(slices))
-        return Placement(self._regions[match.index][key.dst_rank], slices, landing.deadline)
+        door.note_runs(len(slices))
+        return Placement(self._regions[match.index][key.dst_rank], slices, door.landing.deadline)
 
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         """Account for a payload that has arrived, or stopped. A second report of it changes nothing."""
         with self._lock:
-            landing = self._placing.pop((session_id, key), None)
-        if landing is None:
+            door = self._placing.pop((session_id, key), None)
+        if door is None:
             self._events.on_payload_twice(key)
             return
         if error is not None:
             # In this order: idle first, its blocks could be granted again before the request has failed.
-            self._events.on_payload_failed(session_id, key.request_id, landing, error)
-        landing.end(key, nbytes if error is None else None)
+            self._events.on_payload_failed(session_id, key.request_id, door, error)
+        door.end(key, nbytes if error is None else None)
 
     def offer(self, session_id: str, key: TransferKey) -> Placement:
         """Refuse: a decode node's cache is written by its producers, not read."""

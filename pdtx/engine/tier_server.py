@@ -211,7 +211,7 @@ class TierServer:
             raise IncompatiblePeer("block size of the tier", str(ours), str(theirs), advice)
         match = match_caches(self._facts, facts_of(hello.cache))
         require_all_received([match])
-        return new_session(peer, hello.engine_id, match)
+        return new_session(peer, hello, match)
 
     def _on_lookup(self, session: Session, ask: TierLookup) -> None:
         try:

@@ -7,7 +7,7 @@ the content hashes that were stored with it (loaded_blocks).
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -15,10 +15,11 @@ import torch
 
 from pdtx.cache import CallerBlocks, GroupAllocator, KVCaches, PagedBuffer, Verification, compare, describe_mismatch
 from pdtx.cache.verify import NOTHING_COMPARED, Meant, Mismatch, Naming
+from pdtx.engine.arrivals import ExpectedBuffer
 from pdtx.engine.granting import kept_blocks
 from pdtx.engine.inbound import GroupNeed, InboundRequest
 from pdtx.engine.loaded_blocks import compare_loaded, unchecked_positions
-from pdtx.errors import DeadlineExceeded, PdtxError, ProtocolError, VerificationError
+from pdtx.errors import DeadlineExceeded, PdtxError, PeerLost, ProtocolError, VerificationError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Message, ReadReference
@@ -36,6 +37,39 @@ class _Subject:
     naming: Naming
     need: GroupNeed
     table: Int64s
+    expected: ExpectedBuffer
+    src_tp: int
+
+    def shape(self, pair: tuple[int, int], positions: int) -> tuple[int, int, int, int]:
+        """Shape of the rows that a rank there and one here have in common; pair: (source rank, rank here)."""
+        planes, _, _, nbytes = self.buffer.rows_shape(positions)
+        return planes, positions, len(self.buffer.common_units(pair[1], pair[0], self.src_tp)), nbytes
+
+    @property
+    def elements_of_copies(self) -> int:
+        """Elements of one position that ranks here hold beside the first one that does."""
+        buffer, planes = self.buffer, self.buffer.rows_shape(1)
+        held = sum(len(buffer.common_units(rank, rank, buffer.tp_size)) for rank in buffer.tp_ranks)
+        return sum(self.expected.comes) * planes[0] * planes[3] * max(0, held - planes[2]) // buffer.itemsize
+
+    def naming_of(self, pair: tuple[int, int]) -> Naming:
+        """How rows of a pair of ranks are named: which rank is said only where heads do not tell it."""
+        units = self.buffer.common_units(pair[1], pair[0], self.src_tp)
+        copies = sum(self.buffer.common_units(one[1], one[0], self.src_tp) == units for one in self.expected.pairs)
+        return replace(self.naming, first_head=units.start, rank=pair[1] if copies > 1 else None)
+
+    def require_all_units(self) -> None:
+        """Raise VerificationError unless all that each rank here holds has a source: it would not be looked at."""
+        for rank in self.buffer.tp_ranks:
+            own = self.buffer.common_units(rank, rank, self.buffer.tp_size)
+            found = set[int]()
+            for pair in self.expected.pairs:
+                found.update(self.buffer.common_units(rank, pair[0], self.src_tp) if pair[1] == rank else ())
+            if found != set(own):
+                lacking = sorted(set(own) - found)
+                raise VerificationError(
+                    f"{self.naming.where} rank {rank}: heads {lacking} come from no rank that has them", len(lacking)
+                )
 
     @property
     def block_ids(self) -> torch.Tensor:
@@ -78,37 +112,49 @@ class Verifier:
         buffer = self._cache.buffers[index]
         group = self._cache.groups[buffer.group]
         naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, buffer.rows_shape(1)[2])
-        return _Subject(index, buffer, naming, request.needs[buffer.group], request.granted(buffer.group))
+        return _Subject(
+            index,
+            buffer,
+            naming,
+            request.needs[buffer.group],
+            request.granted(buffer.group),
+            request.engine.expected[index],
+            request.engine.tp_size,
+        )
 
     # -- what should be there ------------------------------------------------------------------------------------------
 
     def _compare(self, request: InboundRequest, subject: _Subject) -> Verification:
-        """Compare all of a buffer that came from the producer, and ranks' copies of all that was moved."""
+        """Compare all of a buffer that came from the producer, and ranks' copies of all that was moved.
+
+        Each rank here is compared with the ranks there that its units came from.
+        """
         buffer, found = subject.buffer, NOTHING_COMPARED
         positions = subject.need.positions
         sent = unchecked_positions(request, buffer.group, positions)
-        if sent != [positions]:
-            self._require_equal_copies(subject, positions, range(buffer.num_layers))
-        for meant in self._references(request, subject, sent):
+        for meant, pair in self._references(request, subject, sent):
             stop = meant.start + meant.rows.shape[1]
             place = meant.layer, subject.block_ids, meant.start, stop
-            mine = buffer.canonical(*place)
+            mine = buffer.common_rows(pair[1], pair[0], subject.src_tp, *place)
             found += compare(
                 mine,
                 meant.rows,
                 layer=meant.layer,
                 start=meant.start,
                 itemsize=buffer.itemsize,
-                naming=subject.naming,
+                naming=meant.naming,
             )
-            if found.first is None:
-                self._require_equal_copies(subject, range(meant.start, stop), range(meant.layer, meant.layer + 1))
+        if found.first is None:
+            self._require_equal_copies(subject, positions)
+            loaded = len(positions) - sum(map(len, sent))
+            found += Verification(loaded * subject.elements_of_copies, 0, None)
         return found
 
-    def _require_equal_copies(self, subject: _Subject, positions: range, layers: range) -> None:
+    def _require_equal_copies(self, subject: _Subject, positions: range) -> None:
         """Raise VerificationError if ranks that keep the same elements of a buffer keep different ones."""
         buffer = subject.buffer
-        for layer in layers if buffer.tp_size > 1 else ():
+        layers = [layer for layer, comes in enumerate(subject.expected.comes) if comes]
+        for layer in layers if len(buffer.tp_ranks) > 1 and positions else ():
             differing = buffer.replicas_differ(layer, subject.block_ids, positions.start, positions.stop)
             if differing:
                 span = f"positions {positions.start}..{positions.stop}"
@@ -117,37 +163,52 @@ class Verifier:
                     f"{where}: {differing} elements differ between ranks that keep copies", differing
                 )
 
-    def _references(self, request: InboundRequest, subject: _Subject, spans: Sequence[range]) -> Iterator[Meant]:
-        """Read what the producer has at some positions, a bounded piece at a time."""
-        step = max(1, _REFERENCE_BYTES // subject.buffer.bytes_per_position)
-        for layer in range(subject.buffer.num_layers):
-            for span in spans:
-                for start in range(span.start, span.stop, step):
-                    yield self._read_reference(request, subject, layer, range(start, min(start + step, span.stop)))
+    def _references(
+        self, request: InboundRequest, subject: _Subject, spans: Sequence[range]
+    ) -> Iterator[tuple[Meant, tuple[int, int]]]:
+        """Read what the producer has at some positions, a bounded piece at a time, and between which ranks it moved."""
+        subject.require_all_units()
+        for layer, comes in enumerate(subject.expected.comes):
+            for pair in subject.expected.pairs if comes else ():
+                step = max(1, _REFERENCE_BYTES // max(1, prod(subject.shape(pair, 1))))
+                for span in spans:
+                    for start in range(span.start, span.stop, step):
+                        piece = range(start, min(start + step, span.stop))
+                        yield self._read_reference(request, subject, layer, piece, pair), pair
 
-    def _read_reference(self, request: InboundRequest, subject: _Subject, layer: int, positions: range) -> Meant:
-        ask = ReadReference(
+    def _read_reference(
+        self, request: InboundRequest, subject: _Subject, layer: int, positions: range, pair: tuple[int, int]
+    ) -> Meant:
+        session = request.engine.sender(subject.index, layer, *pair)
+        ask = request.ask_of(session) if session is not None else None
+        if session is None or ask is None:
+            raise PeerLost(f"the process of {request.sender} that has rank {pair[0]} is gone")
+        read = ReadReference(
             request_id=request.request_id,
             buffer=subject.index,
             layer=layer,
             token_start=positions.start,
             token_stop=positions.stop,
+            src_rank=pair[0],
+            dst_rank=pair[1],
+            attempt=ask.attempt,
         )
-        self._send(request.session.peer, ask)
+        self._send(session.peer, read)
         left = request.deadline - time.monotonic()
         try:
             answer = request.references.get(timeout=max(left, 0.0))
         except queue.Empty:
             waited = round(request.deadline - request.begun, 3)
-            raise DeadlineExceeded("reference data to verify with", request.session.engine_id, waited) from None
+            raise DeadlineExceeded("reference data to verify with", session.name, waited) from None
         if isinstance(answer, PdtxError):
             raise answer
-        shape = subject.buffer.rows_shape(len(positions))
-        asked = ask.buffer, ask.layer, ask.token_start, ask.token_stop, prod(shape)
-        if (answer.buffer, answer.layer, answer.token_start, answer.token_stop, len(answer.data)) != asked:
-            raise ProtocolError(f"{request.session.engine_id} answered with other reference data than asked for")
+        shape = subject.shape(pair, len(positions))
+        asked = read.buffer, read.layer, read.token_start, read.token_stop, *pair, prod(shape)
+        given = answer.buffer, answer.layer, answer.token_start, answer.token_stop, answer.src_rank, answer.dst_rank
+        if (*given, len(answer.data)) != asked:
+            raise ProtocolError(f"{session.name} answered with other reference data than asked for")
         rows = torch.frombuffer(bytearray(answer.data), dtype=torch.uint8).view(shape)
-        return Meant(layer, positions.start, rows, subject.naming)
+        return Meant(layer, positions.start, rows, subject.naming_of(pair))
 
     def _describe(
         self, request: InboundRequest, subjects: list[_Subject], subject: _Subject, mismatch: Mismatch
@@ -155,7 +216,7 @@ class Verifier:
         """Name a wrong element and look for its true source, in its own buffer first."""
         others = [other for other in subjects if other is not subject]
         reference = (
-            meant for each in (subject, *others) for meant in self._references(request, each, [each.need.positions])
+            meant for each in (subject, *others) for meant, _ in self._references(request, each, [each.need.positions])
         )
         return describe_mismatch(mismatch, reference, subject.block_of, subject.buffer.itemsize)
 

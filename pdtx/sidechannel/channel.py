@@ -58,6 +58,9 @@ _RETRY_MS = 5
 _CALLBACK_S = 5.0
 """How long close() waits for a callback that is running."""
 
+END_OF_SESSION = "end of session"
+"""What a channel says to its peers when its owner closes it."""
+
 
 @dataclass
 class _Backlog:
@@ -231,7 +234,7 @@ class Channel(ABC):
             if not self._outbox:
                 time.sleep(_RETRY_MS / 1000)
             self._flush()
-        bye = encode(Bye(reason="end of session"))
+        bye = encode(Bye(reason=END_OF_SESSION))
         for peer in self._peers():
             self._send(peer, bye)
 
