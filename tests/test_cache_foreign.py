@@ -206,10 +206,12 @@ class TestRefusals:
         with pytest.raises(LayoutError, match="not at a multiple of its elements' 4 bytes"):
             over(STATES, "mamba_sd", Pages(nbytes_of(STATES, "mamba_sd") + 2).memory, offset=2)
 
-    def test_ranks_that_are_not_all_here(self) -> None:
+    def test_ranks_that_there_are_not(self) -> None:
         memory = Pages(nbytes_of(FULL, "vllm_lbhnc")).memory
-        for others in ({"tp_size": 2}, {"tp_size": 2, "tp_rank": 1}, {"tp_rank": 1}):
-            with pytest.raises(LayoutError, match="a cache needs the memory of every rank, one each, from rank 0 on"):
+        one = over(FULL, "vllm_lbhnc", memory, tp_size=2, tp_rank=1)
+        assert (one.tp_ranks, one.tp_size) == (range(1, 2), 2)
+        for others in ({"tp_size": 2, "tp_rank": 2}, {"tp_rank": 1}, {"tp_size": 2, "tp_rank": -1}):
+            with pytest.raises(LayoutError, match="a cache has one for each rank of this process"):
                 over(FULL, "vllm_lbhnc", memory, **others)
         with pytest.raises(CacheError, match="ranks of buffer b share bytes"):
             over(FULL, "vllm_lbhnc", [memory, memory], tp_size=2)
