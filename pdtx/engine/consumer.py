@@ -31,6 +31,7 @@ from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.scrubbing import Scrubber
 from pdtx.engine.states import InboundState
 from pdtx.engine.verifier import Verifier
+from pdtx.engine.waking import Mailbox
 from pdtx.errors import (
     DeadlineExceeded,
     InputError,
@@ -108,7 +109,7 @@ class KVConsumer:
         self.registration = CacheRegistration()
         self._verifier = Verifier(cache, self.pool, effects.send)
         self._verifiers = ThreadPoolExecutor(_VERIFIERS, "pdtx-verifier") if blocks is not None and verify else None
-        self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
+        self._ready = Mailbox[InboundRequest | None]()
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
         self._listener: Listener | None = None
         self._listening = threading.Lock()
@@ -190,7 +191,7 @@ class KVConsumer:
         Its blocks stay out of the pool, whatever becomes of it, until let_go(): the caller may write them.
         """
         try:
-            request = self._ready.get(timeout=timeout_s) if timeout_s > 0 else self._ready.get_nowait()
+            request = self._ready.get(timeout_s)
         except queue.Empty:
             return None
         return request if request is not None and self.control.call(self.core.take, request) else None
@@ -269,7 +270,8 @@ class KVConsumer:
         Nothing is written into their blocks any more; those without an error are complete, and verified where this
         consumer verifies.
         """
-        return self.control.call(self.core.expectations.take_arrived)
+        self.control.call(self.core.expectations.arrived.keep)  # and what was posted before
+        return self.core.expectations.arrived.take()
 
     def _verify_expected(self, request: InboundRequest) -> None:
         error: PdtxError | None = None

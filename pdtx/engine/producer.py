@@ -1,6 +1,5 @@
 """The producer: ships a request's cache out of the prefill node, layer by layer, and waits for its end."""
 
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pdtx.engine.outbound_control import OutboundControl
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
+from pdtx.engine.waking import Bell
 from pdtx.errors import (
     DeadlineExceeded,
     InputError,
@@ -77,7 +77,7 @@ class KVProducer:
         self.engine_id = engine_id or f"prefill-{uuid.uuid4().hex[:8]}"
         facts = own_facts(cache, description)
         self._opener = SessionOpener(self.engine_id, cache, facts, mover, mode=mode, costs=costs or CostTable({}))
-        self._bell = threading.Condition()
+        self._bell = Bell()
         self._channel: ControlChannel | None = None
         self._inbox = PeerInbox()
         effects = _Effects(self)
@@ -286,8 +286,7 @@ class KVProducer:
 
         Raises what made it fail; the error names the phase it was in.
         """
-        with self._bell:
-            self._bell.wait_for(lambda: request.has_outcome, max(0.0, request.deadline + _GRACE_S - time.monotonic()))
+        self._bell.wait_for(lambda: request.has_outcome, request.deadline + _GRACE_S - time.monotonic())
         if request.error is not None:
             raise request.error
         if request.finished is None:
@@ -302,7 +301,8 @@ class KVProducer:
         Each of them once: error says why it failed, finished how it ended well. With a pool of the producer's own,
         those that ended before the first call are not among them.
         """
-        return self.control.call(self.core.take_ended)
+        self.control.call(self.core.ended.keep)  # and what was posted before
+        return self.core.ended.take()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -323,8 +323,7 @@ class KVProducer:
 
     def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
         """Wait until so many blocks of each group are free, or no session will be had any more; whether they are."""
-        with self._bell:
-            self._bell.wait_for(lambda: self.core.session.over is not None or self.allocator.fits(counts), timeout_s)
+        self._bell.wait_for(lambda: self.core.session.over is not None or self.allocator.fits(counts), timeout_s)
         return self.allocator.fits(counts)
 
     # -- on the channel's thread --------------------------------------------------------------------------------------
@@ -394,8 +393,7 @@ class _Effects:
 
     def ring(self) -> None:
         """See OutboundEffects."""
-        with self._of._bell:
-            self._of._bell.notify_all()
+        self._of._bell.ring()
 
     # -- ShippingEvents, on the shipper's thread and the transport's --------------------------------------------------
 
