@@ -172,7 +172,11 @@ class KVConsumer:
         return self._listener.endpoint.removeprefix("tcp://")
 
     def close(self) -> None:
-        """End every request and stop serving. Idempotent."""
+        """End every request and stop serving. Idempotent.
+
+        Raises InputError in on_free.
+        """
+        self.control.require_outside("close()")
         self.control.call(self.core.close, PeerLost(f"{self.engine_id} is closing"))
         self._ready.put(None)
         for workers in (self._loaders, self._verifiers):

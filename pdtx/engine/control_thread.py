@@ -12,7 +12,7 @@ from math import inf
 from typing import Any, ParamSpec, TypeVar
 
 from pdtx.engine.waking import Bell
-from pdtx.errors import NotTheOwner
+from pdtx.errors import InputError, NotTheOwner
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,13 @@ class ControlThread:
         self._closing = True
         self._bell.ring()
         self._thread.join()
+
+    # -- what callers may do ------------------------------------------------------------------------------------------
+
+    def require_outside(self, call: str) -> None:
+        """Raise InputError in an event, as on_free is called in one: call would wait there for the event's own end."""
+        if threading.current_thread() is self._thread:
+            raise InputError(f"{call} in on_free would wait for on_free itself; call it from another thread")
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 

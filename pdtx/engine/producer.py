@@ -149,7 +149,11 @@ class KVProducer:
         self.control.post(self.core.close, PeerLost("the producer was closed"))
 
     def close(self) -> None:
-        """End everything; requests that have not ended fail. Idempotent."""
+        """End everything; requests that have not ended fail. Idempotent.
+
+        Raises InputError in on_free.
+        """
+        self.control.require_outside("close()")
         self.control.call(self.core.close, PeerLost("the producer was closed"))
         if self._channel is not None:
             self._channel.close()
@@ -286,6 +290,7 @@ class KVProducer:
 
         Raises what made it fail; the error names the phase it was in.
         """
+        self.control.require_outside("wait()")
         self._bell.wait_for(lambda: request.has_outcome, request.deadline + _GRACE_S - time.monotonic())
         if request.error is not None:
             raise request.error
