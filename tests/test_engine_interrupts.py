@@ -1,5 +1,6 @@
-"""What comes into a caller's thread from the side: exceptions of signals' handlers, as Ctrl-C is one."""
+"""What comes into a caller's thread from the side: exceptions of signals' handlers, as Ctrl-C is one; and os.fork()."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,8 @@ from types import FrameType
 import pytest
 
 from pdtx.engine import Arrived, OutboundRequest
+from pdtx.errors import InputError
+from tests.engine_pair import PATIENCE_S, wait_until
 from tests.test_engine_callers_blocks import TOKENS, Callers
 
 ROUNDS = 400
@@ -83,3 +86,54 @@ def test_an_interrupted_call_loses_no_end_and_locks_nothing(
         found.extend(ended())
         assert interruptions == ROUNDS
         assert sorted(each.request_id for each in found) == sorted(names)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("call", ["poll", "begin", "layer_ready", "expect", "next_ready", "stop", "close"])
+def test_a_forked_child_cannot_use_an_engine_and_leaves_it_alone(call: str) -> None:
+    with Callers() as callers:
+        producer, consumer = callers.producer, callers.consumer
+        consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        request = callers.begin()
+        calls: dict[str, list[Callable[[], object]]] = {
+            "poll": [producer.poll, consumer.poll],
+            "begin": [lambda: callers.begin("s")],
+            "layer_ready": [lambda: producer.layer_ready(request, 0, 0, 0, TOKENS)],
+            "expect": [lambda: consumer.expect("s", TOKENS, [[3, 4]], deadline_s=20.0)],
+            "next_ready": [lambda: consumer.next_ready(PATIENCE_S)],
+            "stop": [producer.stop],
+            "close": [producer.close, consumer.close],
+        }
+        child = os.fork()
+        if child == 0:
+            try:
+                refused = [_is_refused(each) for each in calls[call]]
+                os._exit(0 if all(each == (call not in ("stop", "close")) for each in refused) else 2)
+            finally:
+                os._exit(3)
+        ended = list[int]()
+
+        def look() -> bool:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            ended.extend([status] if pid else [])
+            return bool(ended)
+
+        try:
+            wait_until(look, "the end of the child")
+        finally:
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(ended[0]) == 0
+        callers.compute(request)
+        producer.computed(request)
+        assert callers.arrived().error is None
+        assert callers.ended() is request
+
+
+def _is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except InputError as error:
+        return "which forked this one" in str(error)
+    return False

@@ -159,6 +159,7 @@ class KVConsumer:
         registered, or InputError: for a wildcard address if the transport has none to advertise, among others, or for a
         consumer that listens already or was closed.
         """
+        self.control.require_here()
         if self.core.closing is not None:
             raise InputError(f"{self.core.closing}; make another consumer")
         if self._listener is not None:
@@ -172,10 +173,12 @@ class KVConsumer:
         return self._listener.endpoint.removeprefix("tcp://")
 
     def close(self) -> None:
-        """End every request and stop serving. Idempotent.
+        """End every request and stop serving. Idempotent; does nothing in a process that was forked.
 
         Raises InputError in on_free.
         """
+        if self.control.is_forked:
+            return
         self.control.require_outside("close()")
         self.control.call(self.core.close, PeerLost(f"{self.engine_id} is closing"))
         self._ready.put(None)
@@ -194,6 +197,7 @@ class KVConsumer:
 
         Its blocks stay out of the pool, whatever becomes of it, until let_go(): the caller may write them.
         """
+        self.control.require_here()
         try:
             request = self._ready.get(timeout_s)
         except queue.Empty:
@@ -254,6 +258,7 @@ class KVConsumer:
         Raises CacheError or InputError for tables that cannot be, InputError for a request id in use and for what a
         request cannot have.
         """
+        self.control.require_here()
         if not isinstance(self.pool, CallerBlocks):
             raise InputError("this consumer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
         name, deadline = request_id_of(request_id), time.monotonic() + seconds("deadline_s", deadline_s)

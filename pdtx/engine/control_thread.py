@@ -34,7 +34,8 @@ class ControlThread:
     tick(now): looks at deadlines, every tick_s while there is something to look at, which it returns; now is
     time.monotonic(). errors: events that raised what nobody expected; each is logged, and the thread goes on.
 
-    After close() events run in the thread that posts them, one at a time, so that nothing is lost.
+    After close() events run in the thread that posts them, one at a time, so that nothing is lost. A process that was
+    forked has no such thread, and takes no events.
     """
 
     def __init__(self, name: str, tick: Callable[[float], bool], *, tick_s: float = _TICK_S) -> None:
@@ -43,6 +44,7 @@ class ControlThread:
         self._events = deque[Callable[[], object]]()
         self._bell = Bell()
         self._closing = self._ended = False
+        self._pid = os.getpid()
         self._late = threading.RLock()  # after the end: whoever holds it is the owner
         self._late_owner: int | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -56,6 +58,7 @@ class ControlThread:
 
     def post(self, event: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
         """Have event(*args, **options) run; returns at once, but for after close(). Safe from any thread."""
+        self.require_here()
         self._events.append(partial(event, *args, **options))
         if self._ended:
             self._run_late()
@@ -64,6 +67,7 @@ class ControlThread:
 
     def call(self, event: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Have event(*args, **options) run after all that was posted before; return its result, or raise its error."""
+        self.require_here()
         if self.is_current:
             return event(*args, **options)
         results, errors = list[T](), list[BaseException]()
@@ -89,6 +93,17 @@ class ControlThread:
         self._thread.join()
 
     # -- what callers may do ------------------------------------------------------------------------------------------
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that the thread runs in."""
+        return os.getpid() != self._pid
+
+    def require_here(self) -> None:
+        """Raise InputError in a process that was forked."""
+        if self.is_forked:
+            what = self.name.removeprefix("pdtx-")
+            raise InputError(f"this {what} is process {self._pid}'s, which forked this one; make another {what} here")
 
     def require_outside(self, call: str) -> None:
         """Raise InputError in an event, as on_free is called in one: call would wait there for the event's own end."""

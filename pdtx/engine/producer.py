@@ -138,21 +138,27 @@ class KVProducer:
             raise
 
     def _require_open(self) -> None:
+        self.control.require_here()
         if self.core.session.over is not None:
             raise InputError(f"{self.core.session.over}; make another producer")
 
     def stop(self) -> None:
         """Let requests that have not ended fail, and all that begin from now on; close() releases what they used.
 
-        Returns at once, and needs no other thread: a signal's handler may call it, whatever it interrupts.
+        Returns at once, and needs no other thread: a signal's handler may call it, whatever it interrupts. Does nothing
+        in a process that was forked.
         """
+        if self.control.is_forked:
+            return
         self.control.post(self.core.close, PeerLost("the producer was closed"))
 
     def close(self) -> None:
-        """End everything; requests that have not ended fail. Idempotent.
+        """End everything; requests that have not ended fail. Idempotent; does nothing in a process that was forked.
 
         Raises InputError in on_free.
         """
+        if self.control.is_forked:
+            return
         self.control.require_outside("close()")
         self.control.call(self.core.close, PeerLost("the producer was closed"))
         if self._channel is not None:
@@ -188,6 +194,7 @@ class KVProducer:
         CacheError for tables that cannot be, ProtocolError for a request that no message can carry, or what ended the
         last session for good.
         """
+        self.control.require_here()
         request_id = request_id_of(request_id)
         tokens = integers("token_ids", token_ids, 0, MAX_COUNT)
         count = len(tokens) if num_tokens is None else integer("num_tokens", num_tokens, 0, MAX_TOKENS)
@@ -328,6 +335,7 @@ class KVProducer:
 
     def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
         """Wait until so many blocks of each group are free, or no session will be had any more; whether they are."""
+        self.control.require_here()
         self._bell.wait_for(lambda: self.core.session.over is not None or self.allocator.fits(counts), timeout_s)
         return self.allocator.fits(counts)
 
