@@ -89,7 +89,7 @@ def test_an_interrupted_call_loses_no_end_and_locks_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("call", ["poll", "begin", "layer_ready", "expect", "next_ready", "stop", "close"])
+@pytest.mark.parametrize("call", ["poll", "begin", "layer_ready", "wait", "expect", "next_ready", "stop", "close"])
 def test_a_forked_child_cannot_use_an_engine_and_leaves_it_alone(call: str) -> None:
     with Callers() as callers:
         producer, consumer = callers.producer, callers.consumer
@@ -99,6 +99,7 @@ def test_a_forked_child_cannot_use_an_engine_and_leaves_it_alone(call: str) -> N
             "poll": [producer.poll, consumer.poll],
             "begin": [lambda: callers.begin("s")],
             "layer_ready": [lambda: producer.layer_ready(request, 0, 0, 0, TOKENS)],
+            "wait": [lambda: producer.wait(request)],
             "expect": [lambda: consumer.expect("s", TOKENS, [[3, 4]], deadline_s=20.0)],
             "next_ready": [lambda: consumer.next_ready(PATIENCE_S)],
             "stop": [producer.stop],

@@ -206,6 +206,7 @@ class KVConsumer:
 
     def let_go(self, request: InboundRequest) -> None:
         """Say that the caller of next_ready() will not touch the request's blocks any more."""
+        self.control.require_own(request)
         if request.blocks is not None:
             self.unhold(request.blocks)
 
@@ -218,21 +219,25 @@ class KVConsumer:
         hashes. Raises VerificationError naming the first wrong coordinate and its true source, or what ended the
         request.
         """
+        self.control.require_own(request)
         found = self._verifier.verify(request)
         self.control.call(self.core.note_verified, request)
         return found
 
     def release(self, request: InboundRequest) -> None:
         """Tell the producer that its blocks are not needed any more."""
+        self.control.require_own(request)
         self.control.post(self.core.release, request)
 
     def finish(self, request: InboundRequest, finished: Finished) -> None:
         """End a request well, and tell the producer how. Raises ProtocolError for what no message can carry."""
+        self.control.require_own(request)
         encode(finished)  # before the request ends, of which the producer would not learn otherwise
         self.control.call(self.core.finish, request, finished)
 
     def fail(self, request: InboundRequest, error: PdtxError) -> None:
         """End a request as failed, and tell the producer why."""
+        self.control.require_own(request)
         self.control.call(self.core.fail, request, error)
 
     def cancel(self, request: InboundRequest | str, reason: str) -> None:
@@ -243,6 +248,7 @@ class KVConsumer:
         if isinstance(request, str):
             self.control.call(self.core.cancel_named, request, reason)
         else:
+            self.control.require_own(request)
             self.control.call(self.core.cancel, request, reason)
 
     # -- requests whose blocks are the caller's -----------------------------------------------------------------------
@@ -310,6 +316,7 @@ class KVConsumer:
         TierNotReady for a request that has not all arrived, or was not verified where this node verifies; TierError for
         tokens that are not the request's, or have no keys.
         """
+        self.control.require_own(request)
         if self.prefix is None:
             return None
         fence = record_fence(self.cache.device)

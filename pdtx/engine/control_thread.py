@@ -11,6 +11,7 @@ from functools import partial
 from math import inf
 from typing import Any, ParamSpec, TypeVar
 
+from pdtx.arguments import shown
 from pdtx.engine.waking import Bell
 from pdtx.errors import InputError, NotTheOwner
 
@@ -104,6 +105,13 @@ class ControlThread:
         if self.is_forked:
             what = self.name.removeprefix("pdtx-")
             raise InputError(f"this {what} is process {self._pid}'s, which forked this one; make another {what} here")
+
+    def require_own(self, request: object) -> None:
+        """Raise InputError for a request that is not changed by this thread, and in a process that was forked."""
+        self.require_here()
+        if not isinstance(request, Owned) or request.owner is not self:
+            name = f"request {shown(getattr(request, 'request_id', request))}"
+            raise InputError(f"{name} is not one of this {self.name.removeprefix('pdtx-')}; give it to its own")
 
     def require_outside(self, call: str) -> None:
         """Raise InputError in an event, as on_free is called in one: call would wait there for the event's own end."""

@@ -241,6 +241,7 @@ class KVProducer:
         What is layer_ready() later may lie in them. A request that has ended takes no notice. Raises CacheError for
         tables that do not go on from the present ones, InputError where blocks are not the caller's.
         """
+        self.control.require_own(request)
         self.control.call(self.core.extend, request, tables)
 
     def layer_ready(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
@@ -249,6 +250,7 @@ class KVProducer:
         buffer: the index in cache.buffers; layer: in that buffer. Returns at once. Ships nothing for a layer that the
         consumer does not have, and only positions that it needs. Raises InputError for what the cache does not have.
         """
+        self.control.require_own(request)
         buffer, layer, start, stop = (
             integer(name, value, -MAX_COUNT, MAX_COUNT)
             for name, value in (("buffer", buffer), ("layer", layer), ("start", start), ("stop", stop))
@@ -280,16 +282,19 @@ class KVProducer:
 
         Raises InputError for what is no token.
         """
+        self.control.require_own(request)
         if first_token is not None:
             first_token = integer(f"request {request.request_id}: first_token", first_token, 0, MAX_COUNT)
         self.control.post(self.core.computed, request, first_token)
 
     def cancel(self, request: OutboundRequest, reason: str) -> None:
         """End a request: what is queued and not begun never crosses; its blocks follow when the last transfer ends."""
+        self.control.require_own(request)
         self.control.call(self.core.cancel, request, reason)
 
     def fail(self, request: OutboundRequest, error: PdtxError) -> None:
         """End a request as failed: tell the consumer, and give its blocks back once nothing reads them."""
+        self.control.require_own(request)
         self.control.call(self.core.end, request, error)
 
     def wait(self, request: OutboundRequest) -> Finished:
@@ -297,6 +302,7 @@ class KVProducer:
 
         Raises what made it fail; the error names the phase it was in.
         """
+        self.control.require_own(request)
         self.control.require_outside("wait()")
         self._bell.wait_for(lambda: request.has_outcome, request.deadline + _GRACE_S - time.monotonic())
         if request.error is not None:
