@@ -10,7 +10,7 @@ import torch
 
 import pdtx
 from pdtx.cache import CallerBlocks
-from pdtx.engine import KVProducer, OutboundRequest
+from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest
 from pdtx.errors import CacheError, InputError, PdtxError, ProtocolError
 from tests.engine_pair import Pair, begin, finished, ship
 from tests.test_engine_callers_blocks import TOKENS, Callers
@@ -149,3 +149,44 @@ def test_a_plan_is_not_carried_out_without_an_end_in_time() -> None:
         pdtx.receive(pdtx.transport("tcp"), plan, memory, timeout_s=NAN)
     with pytest.raises(InputError, match="timeout_s is nan"):
         pdtx.send(pdtx.transport("tcp"), pdtx.Ticket("127.0.0.1:1", "s", bytes(32)), plan, memory, timeout_s=NAN)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p, r: p.cancel(r, "by mistake"), lambda p, r: p.extend(r, [[3, 1, 7, 8]]),
+        lambda p, r: p.layer_ready(r, 0, 0, 0, 16), lambda p, r: p.prefix_ready(r, 16), lambda p, r: p.computed(r),
+        lambda p, r: p.wait(r), lambda p, r: p.fail(r, ProtocolError("no")), lambda p, r: p.cancel("r", "by name"),
+    ],
+)  # fmt: skip
+def test_a_request_of_another_producer_is_refused_and_goes_on(
+    both: Callers, call: Callable[[KVProducer, OutboundRequest], None]
+) -> None:
+    with Callers("inproc") as other:
+        request = other.begin()
+        require_refused(both, lambda: call(both.producer, request), InputError, "'r' is not one of this producer")
+        other.consumer.expect("r", TOKENS, [[5, 4]], deadline_s=20.0)
+        other.compute(request)
+        other.producer.computed(request)
+        assert other.arrived().error is None
+        assert other.ended() is request
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, r: c.cancel(r, "by mistake"), lambda c, r: c.verify(r), lambda c, r: c.release(r),
+        lambda c, r: c.finish(r, finished(r)), lambda c, r: c.fail(r, ProtocolError("no")), lambda c, r: c.let_go(r),
+        lambda c, r: c.keep(r, []),
+    ],
+)  # fmt: skip
+def test_a_request_of_another_consumer_is_refused_and_goes_on(
+    both: Callers, call: Callable[[KVConsumer, InboundRequest], None]
+) -> None:
+    with Pair() as pair:
+        request = begin(pair.producer, 20)
+        ship(pair.producer, request)
+        ready = pair.next_ready()
+        require_refused(both, lambda: call(both.consumer, ready), InputError, "'r' is not one of this consumer")
+        pair.finish(ready)
+        assert pair.producer.wait(request).text == "done"

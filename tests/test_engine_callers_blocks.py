@@ -59,17 +59,32 @@ def poll(ended: Callable[[], list[T]]) -> list[T]:
 class Callers:
     """A producer and a consumer whose blocks belong to the test."""
 
-    def __init__(self, mover: str = "tcp", *, verify: bool = True, plan_layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        mover: str = "tcp",
+        *,
+        verify: bool = True,
+        plan_layout: Layout | None = None,
+        on_free: Callable[[str], None] = lambda side: None,
+    ) -> None:
+        def freed(tables: CallerTables) -> None:
+            self.freed.append(tables)
+            on_free("producer")
+
+        def back(tables: CallerTables) -> None:
+            self.back.append(tables)
+            on_free("consumer")
+
         self.source, self.destination = make_cache(num_blocks=12), make_cache("flashinfer_hnd", 32, num_blocks=9)
         self.freed, self.back = list[CallerTables](), list[CallerTables]()
         sources, destinations = caches_of(self.source), caches_of(self.destination)
         self.consumer = KVConsumer(
             destinations, describe(destinations), make_mover(mover), verify=verify, plan_layout=plan_layout,
-            blocks=CallerBlocks(destinations.groups, self.back.append),
+            blocks=CallerBlocks(destinations.groups, back),
         )  # fmt: skip
         address = self.consumer.listen("127.0.0.1:0", security=OPEN)
         self.producer = KVProducer(
-            sources, describe(sources), make_mover(mover), blocks=CallerBlocks(sources.groups, self.freed.append)
+            sources, describe(sources), make_mover(mover), blocks=CallerBlocks(sources.groups, freed)
         )
         self.producer.connect(address, security=OPEN)
 
@@ -401,3 +416,38 @@ def test_foreign_memory_with_a_pool_of_pdtx_is_poisoned_block_by_block_as_it_is_
         assert used
         assert 0 not in used
         assert len(used) < 11
+
+
+# -- callbacks that fail -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deed", ["raises", "exits", "closes", "waits"])
+def test_whatever_on_free_does_requests_are_reported_and_close_closes(deed: str) -> None:
+    made = list[Callers]()
+    request: OutboundRequest | None = None
+
+    def on_free(side: str) -> None:
+        assert deed != "raises"
+        if deed == "exits":
+            raise SystemExit
+        if deed == "waits" and side == "producer" and request is not None:
+            made[0].producer.wait(request)
+        (made[0].producer if side == "producer" else made[0].consumer).close()
+
+    with Callers(on_free=on_free) as callers:
+        made.append(callers)
+        callers.consumer.expect("r", TOKENS, [[2, 5]], deadline_s=20.0)
+        request = callers.begin()
+        callers.compute(request)
+        callers.producer.computed(request)
+        assert callers.arrived().error is None
+        assert callers.ended() is request
+        assert request.error is None
+        pools = [callers.producer.pool, callers.consumer.pool]
+        assert [pool.num_failed_calls for pool in pools if isinstance(pool, CallerBlocks)] == [1, 1]
+        begun = [callers.begin(name) for name in ("x", "y")]
+        callers.producer.close()
+        assert callers.producer.poll() == begun
+        assert [pool.num_leases for pool in pools if isinstance(pool, CallerBlocks)] == [0, 0]
+        assert callers.producer.control.errors == 0
+        assert not any(thread.name in ("pdtx-producer", "pdtx-shipper") for thread in threading.enumerate())

@@ -362,7 +362,7 @@ def test_reference_data_that_nobody_asked_for_is_not_heaped_up() -> None:
         wait_until(lambda: bool(pair.consumer.core.requests), "the request")
         (request,) = pair.consumer.core.requests.values()
         wait_until(lambda: pair.consumer.unknown_notices == LAYERS, "all that was sent before")
-        assert request.references.qsize() == 0, "nothing is kept before all has arrived"
+        assert request.references.empty(), "nothing is kept before all has arrived"
 
 
 def test_one_producer_has_so_many_requests_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

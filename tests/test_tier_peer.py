@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import torch
 from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.engine import PeerTier, TierServer, describe_cache, peer_tier, tier_server
 from pdtx.engine.control_channel import ControlChannel
+from pdtx.engine.waking import Mailbox
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerError, TierError, TransferRefused
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
 from pdtx.plan import Runs
@@ -301,11 +301,14 @@ def test_closing_ends_a_session_that_is_being_opened(monkeypatch: pytest.MonkeyP
         leaks.require_none("a peer's tier that was closed while its session was opened")
 
 
-class TooLate(queue.Queue[Any]):
-    """A queue whose item comes at the moment at which nobody waits any more."""
+T = TypeVar("T")
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ANN401 - as queue.Queue
-        super().get(block, timeout)
+
+class TooLate(Mailbox[T]):
+    """One whose item comes at the moment at which nobody waits any more."""
+
+    def get(self, timeout_s: float) -> T:
+        super().get(timeout_s)
         raise queue.Empty
 
 
@@ -314,7 +317,7 @@ def test_an_answer_that_comes_with_its_timeout_pins_nothing(monkeypatch: pytest.
     with served(into=here) as one:
         one.peer.lookup(keys(), asked(here)).release()
         wait_until(lambda: one.server.num_lent == 0, "the lease given back")
-        monkeypatch.setattr(peer_tier, "queue", SimpleNamespace(Queue=TooLate, Empty=queue.Empty))
+        monkeypatch.setattr(peer_tier, "Mailbox", TooLate)
         with pytest.raises(DeadlineExceeded, match="blocks to be found"):
             one.peer.lookup(keys(), asked(here))
         wait_until(lambda: one.server.num_lent == 0, "the lease given back")

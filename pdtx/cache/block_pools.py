@@ -1,5 +1,6 @@
 """What engines need of a pool of blocks, as protocols; and blocks that the caller's own scheduler owns."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pdtx.cache.groups import CacheGroup
 from pdtx.errors import CacheError, InputError, StaleBlocks
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
+
+logger = logging.getLogger(__name__)
 
 BlockTables = Sequence[Sequence[int] | Int64s]
 """A block table for each group, in the groups' order: ids in the order of positions, the null block where none is."""
@@ -103,11 +106,13 @@ class CallerBlocks:
     one cached prefix do: the caller counts the uses of each block.
     groups: a cache's, in their order. on_free: called once for each lease, with its last tables, when it was freed
     and its last hold has ended: nothing here reads or writes them any more. It runs on the thread that ended the last
-    use, outside of every lock, and must be short.
+    use, outside of every lock, and must be short. What it raises is logged and counted (num_failed_calls), and
+    changes nothing else.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], on_free: Callable[[CallerTables], None] | None = None) -> None:
         self.groups, self._on_free = tuple(groups), on_free
+        self.num_failed_calls = 0
         self._leases, self._next, self._lock = dict[int, _Lease](), 0, threading.Lock()
 
     def require_for(self, groups: Sequence[CacheGroup]) -> None:
@@ -222,8 +227,17 @@ class CallerBlocks:
         with self._lock:
             over = lease.freed and not lease.holds and self._leases.pop(lease.tables.lease, None) is not None
         if over and self._on_free is not None:
-            self._on_free(lease.tables)
+            self._tell(self._on_free, lease.tables)
         return tuple(np.empty(0, np.int64) for _ in self.groups)
+
+    def _tell(self, on_free: Callable[[CallerTables], None], tables: CallerTables) -> None:
+        try:
+            on_free(tables)
+        except BaseException as error:
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, which is not on_free's
+            self.num_failed_calls += 1
+            logger.exception("on_free failed; the blocks are the caller's all the same")
 
 
 def _caller_tables(ids: Sequence[Int64s], lease: int) -> CallerTables:

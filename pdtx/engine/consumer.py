@@ -33,6 +33,7 @@ from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.scrubbing import Scrubber
 from pdtx.engine.states import InboundState
 from pdtx.engine.verifier import Verifier
+from pdtx.engine.waking import Mailbox
 from pdtx.errors import (
     DeadlineExceeded,
     InputError,
@@ -129,7 +130,7 @@ class KVConsumer:
         self.registration = CacheRegistration()
         self._verifier = Verifier(cache, self.pool, effects.send)
         self._verifiers = ThreadPoolExecutor(_VERIFIERS, "pdtx-verifier") if blocks is not None and verify else None
-        self._ready: queue.Queue[InboundRequest | None] = queue.Queue()
+        self._ready = Mailbox[InboundRequest | None]()
         self._loaders = ThreadPoolExecutor(_LOADERS, "pdtx-loader") if prefix is not None else None
         self._listener: Listener | None = None
         self._listening = threading.Lock()
@@ -181,6 +182,7 @@ class KVConsumer:
         registered, or InputError: for a wildcard address if the transport has none to advertise, among others, or for a
         consumer that listens already or was closed.
         """
+        self.control.require_here()
         if self.core.closing is not None:
             raise InputError(f"{self.core.closing}; make another consumer")
         if self._listener is not None:
@@ -194,7 +196,13 @@ class KVConsumer:
         return self._listener.endpoint.removeprefix("tcp://")
 
     def close(self) -> None:
-        """End every request and stop serving. Idempotent."""
+        """End every request and stop serving. Idempotent; does nothing in a process that was forked.
+
+        Raises InputError in on_free.
+        """
+        if self.control.is_forked:
+            return
+        self.control.require_outside("close()")
         self.control.call(self.core.close, PeerLost(f"{self.engine_id} is closing"))
         self._ready.put(None)
         for workers in (self._loaders, self._verifiers):
@@ -214,14 +222,16 @@ class KVConsumer:
 
         Its blocks stay out of the pool, whatever becomes of it, until let_go(): the caller may write them.
         """
+        self.control.require_here()
         try:
-            request = self._ready.get(timeout=timeout_s) if timeout_s > 0 else self._ready.get_nowait()
+            request = self._ready.get(timeout_s)
         except queue.Empty:
             return None
         return request if request is not None and self.control.call(self.core.take, request) else None
 
     def let_go(self, request: InboundRequest) -> None:
         """Say that the caller of next_ready() will not touch the request's blocks any more."""
+        self.control.require_own(request)
         if request.blocks is not None:
             self.unhold(request.blocks)
 
@@ -234,21 +244,25 @@ class KVConsumer:
         hashes. Raises VerificationError naming the first wrong coordinate and its true source, or what ended the
         request.
         """
+        self.control.require_own(request)
         found = self._verifier.verify(request)
         self.control.call(self.core.note_verified, request)
         return found
 
     def release(self, request: InboundRequest) -> None:
         """Tell the producer that its blocks are not needed any more."""
+        self.control.require_own(request)
         self.control.post(self.core.release, request)
 
     def finish(self, request: InboundRequest, finished: Finished) -> None:
         """End a request well, and tell the producer how. Raises ProtocolError for what no message can carry."""
+        self.control.require_own(request)
         encode(finished)  # before the request ends, of which the producer would not learn otherwise
         self.control.call(self.core.finish, request, finished)
 
     def fail(self, request: InboundRequest, error: PdtxError) -> None:
         """End a request as failed, and tell the producer why."""
+        self.control.require_own(request)
         self.control.call(self.core.fail, request, error)
 
     def cancel(self, request: InboundRequest | str, reason: str) -> None:
@@ -259,6 +273,7 @@ class KVConsumer:
         if isinstance(request, str):
             self.control.call(self.core.cancel_named, request, reason)
         else:
+            self.control.require_own(request)
             self.control.call(self.core.cancel, request, reason)
 
     # -- requests whose blocks are the caller's -----------------------------------------------------------------------
@@ -283,6 +298,7 @@ class KVConsumer:
         Raises CacheError or InputError for tables that cannot be, InputError for a request id in use and for what a
         request cannot have.
         """
+        self.control.require_here()
         if not isinstance(self.pool, CallerBlocks):
             raise InputError("this consumer has a pool of its own; give it blocks=CallerBlocks(cache.groups)")
         name, deadline = request_id_of(request_id), time.monotonic() + seconds("deadline_s", deadline_s)
@@ -303,8 +319,8 @@ class KVConsumer:
             try:
                 self.core.pulls.begin(source, expected.request_id, generation, expected.deadline)
             except PdtxError as error:
+                expected.reported = True
                 self.core.expectations.drop(expected.request_id, error)
-                self.core.expectations.forget_dropped(expected)
                 raise
 
     # -- producers that are dialled -----------------------------------------------------------------------------------
@@ -316,6 +332,7 @@ class KVConsumer:
         Raises PeerUnreachable, AuthenticationFailed, PeerLost, IncompatiblePeer or DeadlineExceeded; InputError for
         addresses that are not those of one producer's processes.
         """
+        self.control.require_here()
         limit = time.monotonic() + seconds("timeout_s", timeout_s)
         named = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._endpoints:
@@ -351,6 +368,7 @@ class KVConsumer:
         next_ready() hands it out as any other; poll() tells of a pull that was refused, or has failed.
         Raises InputError for a request id in use, or PeerLost for a producer of which a process is gone.
         """
+        self.control.require_here()
         name, deadline = request_id_of(request_id), time.monotonic() + seconds("deadline_s", deadline_s)
         if isinstance(self.pool, CallerBlocks):
             raise InputError("blocks are the caller's here; pull by expect(source=), which says where they are")
@@ -362,7 +380,8 @@ class KVConsumer:
         Nothing is written into their blocks any more; those without an error are complete, and verified where this
         consumer verifies.
         """
-        return self.control.call(self.core.expectations.take_arrived)
+        self.control.call(self.core.expectations.arrived.keep)  # and what was posted before
+        return self.core.expectations.arrived.take()
 
     def _verify_expected(self, request: InboundRequest) -> None:
         error: PdtxError | None = None
@@ -392,6 +411,7 @@ class KVConsumer:
         TierNotReady for a request that has not all arrived, or was not verified where this node verifies; TierError for
         tokens that are not the request's, or have no keys.
         """
+        self.control.require_own(request)
         if self.prefix is None:
             return None
         fence = record_fence(self.cache.device)

@@ -4,6 +4,7 @@ import queue
 import time
 from collections.abc import Callable
 
+from pdtx.engine.waking import Mailbox
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerLost
 from pdtx.protocol import Bye, Hello, Message, Reject, TierHello, TierWelcome, Welcome
 from pdtx.sidechannel import Dialer, Listener, Security
@@ -29,7 +30,7 @@ class ControlChannel:
         self._on_message, self._on_lost = on_message, on_lost
         self._dialer: Dialer | None = None
         self._lost: PdtxError | None = None
-        self._answer: queue.Queue[Greeting | PdtxError] = queue.Queue()
+        self._answer = Mailbox[Greeting | PdtxError]()
 
     @property
     def lost(self) -> PdtxError | None:
@@ -47,12 +48,12 @@ class ControlChannel:
         dialer = self._dialer
         if dialer is None or self._lost is not None:
             dialer = self._dial(timeout_s)
-        self._answer = queue.Queue()
+        self._answer = Mailbox()
         if self._lost is not None:
             raise self._lost
         dialer.send(hello)
         try:
-            answer = self._answer.get(timeout=max(0.0, deadline - time.monotonic()))
+            answer = self._answer.get(max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             error = DeadlineExceeded("the handshake's answer", self.address, round(timeout_s, 3))
             # An answer that comes yet must not be taken for the answer to a later hello.

@@ -2,15 +2,18 @@
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
+from math import inf
 from typing import Any, ParamSpec, TypeVar
 
-from pdtx.errors import NotTheOwner
+from pdtx.arguments import shown
+from pdtx.engine.waking import Bell
+from pdtx.errors import InputError, NotTheOwner
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +35,18 @@ class ControlThread:
     tick(now): looks at deadlines, every tick_s while there is something to look at, which it returns; now is
     time.monotonic(). errors: events that raised what nobody expected; each is logged, and the thread goes on.
 
-    After close() events run in the thread that posts them, one at a time, so that nothing is lost.
+    After close() events run in the thread that posts them, one at a time, so that nothing is lost. A process that was
+    forked has no such thread, and takes no events.
     """
 
     def __init__(self, name: str, tick: Callable[[float], bool], *, tick_s: float = _TICK_S) -> None:
         self.name, self.errors = name, 0
         self._tick, self._tick_s = tick, tick_s
         self._events = deque[Callable[[], object]]()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._late = threading.RLock()  # after close(): whoever holds it is the owner
+        self._bell = Bell()
+        self._closing = self._ended = False
+        self._pid = os.getpid()
+        self._late = threading.RLock()  # after the end: whoever holds it is the owner
         self._late_owner: int | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -54,56 +59,84 @@ class ControlThread:
 
     def post(self, event: Callable[P, object], *args: P.args, **options: P.kwargs) -> None:
         """Have event(*args, **options) run; returns at once, but for after close(). Safe from any thread."""
-        with self._wake:
-            if not self._closing or threading.current_thread() is self._thread:
-                self._events.append(partial(event, *args, **options))
-                self._wake.notify()
-                return
-        self._run_late(partial(event, *args, **options))
+        self.require_here()
+        self._events.append(partial(event, *args, **options))
+        if self._ended:
+            self._run_late()
+        else:
+            self._bell.ring()
 
     def call(self, event: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Have event(*args, **options) run after all that was posted before; return its result, or raise its error."""
+        self.require_here()
         if self.is_current:
             return event(*args, **options)
-        answer: Future[T] = Future()
+        results, errors = list[T](), list[BaseException]()
+        answered = queue.SimpleQueue[None]()  # noqa: TID251  # no timeouts
 
         def run() -> None:
             try:
-                answer.set_result(event(*args, **options))
+                results.append(event(*args, **options))
             except BaseException as error:  # noqa: BLE001 - it is the caller's
-                answer.set_exception(error)
+                errors.append(error)
+            answered.put(None)
 
         self.post(run)
-        return answer.result()
+        answered.get()
+        if errors:
+            raise errors.pop()
+        return results.pop()
 
     def close(self) -> None:
         """Handle what was posted, then end. Idempotent; not from the thread itself."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self._closing = True
+        self._bell.ring()
         self._thread.join()
+
+    # -- what callers may do ------------------------------------------------------------------------------------------
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that the thread runs in."""
+        return os.getpid() != self._pid
+
+    def require_here(self) -> None:
+        """Raise InputError in a process that was forked."""
+        if self.is_forked:
+            what = self.name.removeprefix("pdtx-")
+            raise InputError(f"this {what} is process {self._pid}'s, which forked this one; make another {what} here")
+
+    def require_own(self, request: object) -> None:
+        """Raise InputError for a request that is not changed by this thread, and in a process that was forked."""
+        self.require_here()
+        if not isinstance(request, Owned) or request.owner is not self:
+            name = f"request {shown(getattr(request, 'request_id', request))}"
+            raise InputError(f"{name} is not one of this {self.name.removeprefix('pdtx-')}; give it to its own")
+
+    def require_outside(self, call: str) -> None:
+        """Raise InputError in an event, as on_free is called in one: call would wait there for the event's own end."""
+        if threading.current_thread() is self._thread:
+            raise InputError(f"{call} in on_free would wait for on_free itself; call it from another thread")
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         looking, looked = True, 0.0
         while True:
-            with self._wake:
-                if not self._events and not self._closing:
-                    self._wake.wait(max(0.0, looked + self._tick_s - time.monotonic()) if looking else None)
-                if not self._events and self._closing:
-                    return
-                batch, self._events = self._events, deque()
+            self._bell.wait_for(self._has_work, looked + self._tick_s - time.monotonic() if looking else inf)
+            if not self._events and self._closing:
+                self._ended = True
+                self._run_late()  # what was posted just now, by who did not see that yet
+                return
             until = time.monotonic() + _SLICE_S
-            looking = looking or bool(batch)
-            while batch:
-                self._handle(batch.popleft())
-                if batch and time.monotonic() > until:
-                    with self._wake:
-                        self._events.extendleft(reversed(batch))
-                    break
+            looking = looking or bool(self._events)
+            while self._events and time.monotonic() < until:
+                self._handle(self._events.popleft())
             if (now := time.monotonic()) >= looked + self._tick_s and looking:
                 looked, looking = now, self._look(now)
+
+    def _has_work(self) -> bool:
+        return bool(self._events) or self._closing
 
     def _look(self, now: float) -> bool:
         try:
@@ -120,12 +153,12 @@ class ControlThread:
             self.errors += 1
             logger.exception(_FAILED, self.name)
 
-    def _run_late(self, event: Callable[[], object]) -> None:
-        self._thread.join()
+    def _run_late(self) -> None:
         with self._late:
             before, self._late_owner = self._late_owner, threading.get_ident()
             try:
-                self._handle(event)
+                while self._events:
+                    self._handle(self._events.popleft())
             finally:
                 self._late_owner = before
 

@@ -2,6 +2,7 @@
 
 from pdtx.cache import AllocatingBlockPool, CallerBlocks
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest
+from pdtx.engine.waking import Ended
 from pdtx.errors import DeadlineExceeded, InputError, PdtxError
 
 
@@ -15,7 +16,7 @@ class Expectations:
         self._pool = pool
         self.expected: dict[str, Expectation] = {}
         self.unmatched: dict[str, InboundRequest] = {}
-        self.arrived: list[Arrived] = []
+        self.arrived = Ended[Arrived]()
 
     def add(self, expected: Expectation) -> None:
         """Expect a request. Raises InputError for a request id in use."""
@@ -56,11 +57,6 @@ class Expectations:
             if expected.clean:
                 self._give_back(expected, error)
 
-    def forget_dropped(self, expected: Expectation) -> None:
-        """Say nothing of an expectation that its caller has an error for already."""
-        expected.reported = True
-        self.arrived = [one for one in self.arrived if one.request_id != expected.request_id or one.request is not None]
-
     def drop_all(self, error: PdtxError) -> None:
         """Expect nothing any more."""
         for request_id in list(self.expected):
@@ -72,12 +68,7 @@ class Expectations:
             waited = round(expected.deadline - expected.begun, 3)
             self.drop(expected.request_id, DeadlineExceeded("a request for it", "any prefill node", waited))
 
-    def take_arrived(self) -> list[Arrived]:
-        """Return what has ended since the last call."""
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
     def _give_back(self, expected: Expectation, error: PdtxError) -> None:
         self._pool.retire(expected.blocks)
         if not expected.reported:
-            self.arrived.append(Arrived(expected.request_id, error, None))
+            self.arrived.add(Arrived(expected.request_id, error, None))

@@ -1,6 +1,5 @@
 """The consumer's record of one request: who sends it, what was granted, what has arrived, what is missing."""
 
-import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pdtx.engine.control_thread import ControlThread, Owned
 from pdtx.engine.landing import Door, Landing
 from pdtx.engine.matching import Match
 from pdtx.engine.states import INBOUND, InboundState, check_transition
+from pdtx.engine.waking import Mailbox
 from pdtx.errors import PdtxError, VerificationError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Reference, TransferRequest
@@ -167,7 +167,7 @@ class InboundRequest(Owned):
     error: PdtxError | None = None
     expected: bool = False
     pulled: bool = False
-    references: "queue.Queue[Reference | PdtxError]" = field(default_factory=queue.Queue)
+    references: "Mailbox[Reference | PdtxError]" = field(default_factory=Mailbox)
     owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
 
     @property

@@ -400,7 +400,7 @@ class InboundControl:
         if request.blocks is not None:
             self._put_back(self.pool.retire(request.blocks))
         if request.expected or (request.pulled and request.error is not None):
-            self.expectations.arrived.append(Arrived(request.request_id, request.error, request))
+            self.expectations.arrived.add(Arrived(request.request_id, request.error, request))
 
     def _put_back(self, ids: Sequence[Int64s]) -> None:
         """Let blocks be granted again, after they have been filled with poison where that is asked for."""

@@ -13,6 +13,7 @@ from pdtx.engine.outbound_session import DecodeEngine, OutboundSession
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Posted, Probe
 from pdtx.engine.states import LegState, OutboundLife, OutboundState
+from pdtx.engine.waking import Ended
 from pdtx.errors import DeadlineExceeded, InputError, PdtxError, PeerLost, ProtocolError, TransferAborted, TransferError
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Failure, Finished, LayerDone, Message
@@ -64,7 +65,7 @@ class OutboundControl:
         self.requests: dict[str, OutboundRequest] = {}  # those without an outcome
         self.draining: dict[OutboundRequest, None] = {}  # those whose blocks are still being read
         # For poll(): of callers who need it to get their blocks back, and of others once they have polled.
-        self.ended: list[OutboundRequest] | None = [] if isinstance(pool, CallerBlocks) else None
+        self.ended = Ended[OutboundRequest](keeps=isinstance(pool, CallerBlocks))
         self.engines = list[DecodeEngine]()
         self.offers = Offers(self)
         self.over: PdtxError | None = None
@@ -386,13 +387,7 @@ class OutboundControl:
         if request.life is OutboundLife.DRAINING:
             request.go(OutboundLife.ENDED)
             self.draining.pop(request, None)
-            if self.ended is not None:
-                self.ended.append(request)
-
-    def take_ended(self) -> list[OutboundRequest]:
-        """Return what has ended since the last call; from the first one on they are kept for it."""
-        ended, self.ended = self.ended or [], []
-        return ended
+            self.ended.add(request)
 
     def unhold(self, blocks: GroupBlocks) -> None:
         """End one hold on each of blocks."""

@@ -19,6 +19,7 @@ from pdtx.engine.describe import facts_of, own_facts
 from pdtx.engine.matching import match_caches
 from pdtx.engine.peer_loads import PeerLease, Piece, Way
 from pdtx.engine.registering import regions_of, register_cache
+from pdtx.engine.waking import Mailbox
 from pdtx.errors import (
     DeadlineExceeded,
     IncompatiblePeer,
@@ -95,7 +96,7 @@ class PeerTier(Tier):
         self._usage = tuple(GroupUsage(group.name) for group in cache.groups)
         self._channel = ControlChannel(address, security, self._on_message, self._on_lost)
         self._opening, self._lock = threading.Lock(), threading.Lock()
-        self._answers: dict[str, queue.Queue[TierFound | PdtxError]] = {}
+        self._answers: dict[str, Mailbox[TierFound | PdtxError]] = {}
         self._way: Way | None = None
         self._problem: PdtxError | None = None
         self._not_before = 0.0
@@ -204,12 +205,12 @@ class PeerTier(Tier):
             proofs=list(keys.proofs[:count]),
             places=[each[each < count].tolist() for each in places],
         )
-        waiting = queue.Queue[TierFound | PdtxError]()
+        waiting = Mailbox[TierFound | PdtxError]()
         with self._lock:
             self._answers[request_id] = waiting
         try:
             self._channel.send(ask)
-            answer = waiting.get(timeout=self.answer_s)
+            answer = waiting.get(self.answer_s)
         except queue.Empty:
             with self._lock:
                 answered = self._answers.pop(request_id, None) is None

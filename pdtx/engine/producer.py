@@ -2,7 +2,6 @@
 
 import itertools
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ from pdtx.engine.producer_sessions import ProducerSessions
 from pdtx.engine.registering import CacheRegistration, register_cache
 from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Item, Posted, Shipper
+from pdtx.engine.waking import Bell
 from pdtx.errors import DeadlineExceeded, InputError, PdtxError, PeerLost, ProtocolError, TransferAborted
 from pdtx.plan import CostTable, Mode
 from pdtx.protocol import (
@@ -86,7 +86,7 @@ class KVProducer:
         opener = self._opener = SessionOpener(
             self.identity, cache, facts, mover, mode=mode, costs=costs or CostTable({}), resumes=resumes
         )
-        self._bell = threading.Condition()
+        self._bell = Bell()
         self._attempts = itertools.count(1)
         effects = _Effects(self)
         self.core = OutboundControl(cache, self.pool, effects, resumes=resumes)
@@ -180,18 +180,28 @@ class KVProducer:
         return self._sessions.listen(address, security)
 
     def _require_open(self) -> None:
+        self.control.require_here()
         if self.core.over is not None:
             raise InputError(f"{self.core.over}; make another producer")
 
     def stop(self) -> None:
         """Let requests that have not ended fail, and all that begin from now on; close() releases what they used.
 
-        Returns at once, and needs no other thread: a signal's handler may call it, whatever it interrupts.
+        Returns at once, and needs no other thread: a signal's handler may call it, whatever it interrupts. Does nothing
+        in a process that was forked.
         """
+        if self.control.is_forked:
+            return
         self.control.post(self.core.close, PeerLost("the producer was closed"))
 
     def close(self) -> None:
-        """End everything; requests that have not ended fail. Idempotent."""
+        """End everything; requests that have not ended fail. Idempotent; does nothing in a process that was forked.
+
+        Raises InputError in on_free.
+        """
+        if self.control.is_forked:
+            return
+        self.control.require_outside("close()")
         self.control.call(self.core.close, PeerLost("the producer was closed"))
         self._sessions.close()
         self._shipper.close()
@@ -261,6 +271,7 @@ class KVProducer:
         *,
         ignore_eos: bool,
     ) -> OutboundRequest:
+        self.control.require_here()
         request_id = request_id_of(request_id)
         tokens = integers("token_ids", token_ids, 0, MAX_COUNT)
         count = len(tokens) if num_tokens is None else integer("num_tokens", num_tokens, 0, MAX_TOKENS)
@@ -312,6 +323,7 @@ class KVProducer:
         What is layer_ready() later may lie in them. A request that has ended takes no notice. Raises CacheError for
         tables that do not go on from the present ones, InputError where blocks are not the caller's.
         """
+        self.control.require_own(request)
         self.control.call(self.core.extend, request, tables)
 
     def layer_ready(self, request: OutboundRequest, buffer: int, layer: int, start: int, stop: int) -> None:
@@ -320,6 +332,7 @@ class KVProducer:
         buffer: the index in cache.buffers; layer: in that buffer. Returns at once. Ships nothing for a layer that the
         consumer does not have, and only positions that it needs. Raises InputError for what the cache does not have.
         """
+        self.control.require_own(request)
         buffer, layer, start, stop = (
             integer(name, value, -MAX_COUNT, MAX_COUNT)
             for name, value in (("buffer", buffer), ("layer", layer), ("start", start), ("stop", stop))
@@ -351,16 +364,19 @@ class KVProducer:
 
         Raises InputError for what is no token.
         """
+        self.control.require_own(request)
         if first_token is not None:
             first_token = integer(f"request {request.request_id}: first_token", first_token, 0, MAX_COUNT)
         self.control.post(self.core.computed, request, first_token)
 
     def cancel(self, request: OutboundRequest, reason: str) -> None:
         """End a request: what is queued and not begun never crosses; its blocks follow when the last transfer ends."""
+        self.control.require_own(request)
         self.control.call(self.core.cancel, request, reason)
 
     def fail(self, request: OutboundRequest, error: PdtxError) -> None:
         """End a request as failed: tell the consumer, and give its blocks back once nothing reads them."""
+        self.control.require_own(request)
         self.control.call(self.core.end, request, error)
 
     def wait(self, request: OutboundRequest) -> Finished:
@@ -368,8 +384,9 @@ class KVProducer:
 
         Raises what made it fail; the error names the phase it was in.
         """
-        with self._bell:
-            self._bell.wait_for(lambda: request.has_outcome, max(0.0, request.deadline + _GRACE_S - time.monotonic()))
+        self.control.require_own(request)
+        self.control.require_outside("wait()")
+        self._bell.wait_for(lambda: request.has_outcome, request.deadline + _GRACE_S - time.monotonic())
         if request.error is not None:
             raise request.error
         if request.finished is None:
@@ -384,7 +401,8 @@ class KVProducer:
         Each of them once: error says why it failed, finished how it ended well. With a pool of the producer's own,
         those that ended before the first call are not among them.
         """
-        return self.control.call(self.core.take_ended)
+        self.control.call(self.core.ended.keep)  # and what was posted before
+        return self.core.ended.take()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -405,8 +423,8 @@ class KVProducer:
 
     def wait_for_blocks(self, counts: Sequence[int], timeout_s: float) -> bool:
         """Wait until so many blocks of each group are free, or no session will be had any more; whether they are."""
-        with self._bell:
-            self._bell.wait_for(lambda: self._is_over or self.allocator.fits(counts), timeout_s)
+        self.control.require_here()
+        self._bell.wait_for(lambda: self._is_over or self.allocator.fits(counts), timeout_s)
         return self.allocator.fits(counts)
 
     @property
@@ -452,8 +470,7 @@ class _Effects:
 
     def ring(self) -> None:
         """See OutboundEffects."""
-        with self._of._bell:
-            self._of._bell.notify_all()
+        self._of._bell.ring()
 
     # -- ShippingEvents, on the shipper's thread and the transport's --------------------------------------------------
 

@@ -108,7 +108,7 @@ class Pulls:
         if request_id in self._core.expectations.expected:
             self._core.expectations.drop(request_id, error)
         else:
-            self._core.expectations.arrived.append(Arrived(request_id, error, None))
+            self._core.expectations.arrived.add(Arrived(request_id, error, None))
 
     def drop_all(self, error: PdtxError) -> None:
         """Want nothing any more."""

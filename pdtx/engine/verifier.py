@@ -196,7 +196,7 @@ class Verifier:
         self._send(session.peer, read)
         left = request.deadline - time.monotonic()
         try:
-            answer = request.references.get(timeout=max(left, 0.0))
+            answer = request.references.get(max(left, 0.0))
         except queue.Empty:
             waited = round(request.deadline - request.begun, 3)
             raise DeadlineExceeded("reference data to verify with", session.name, waited) from None
