@@ -38,7 +38,7 @@ def require_all_received(matches: Sequence[Match]) -> None:
             found = match.of_consumer.get(index)
             if found is not None:
                 held = np.array(found.layers) != ABSENT
-                times += np.outer(held, [pair in found.move_index for pair in pairs])
+                times += np.outer(held, np.array([pair in found.move_index for pair in pairs], bool))
         _check(buffer, kept, times, [pair[0] for pair in pairs], "producer")
 
 
@@ -57,7 +57,7 @@ def require_all_sent(matches: Sequence[Match]) -> None:
             found = match.of_producer.get(index)
             if found is not None:
                 held = np.array([layer in found.layer_index for layer in range(buffer.num_layers)])
-                times += np.outer(held, [pair in found.move_index for pair in pairs])
+                times += np.outer(held, np.array([pair in found.move_index for pair in pairs], bool))
         _check(buffer, kept, times, [pair[1] for pair in pairs], "consumer")
 
 

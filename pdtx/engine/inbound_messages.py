@@ -114,7 +114,7 @@ class InboundMessages:
             for request in self._of(session)
             if request.state is InboundState.RECEIVING and request.missing() is not None
         ]
-        self._core.end_all(cut, PeerLost(f"the data connection ended: {reason}"))
+        self._core.end_all(cut, PeerLost(f"the data connection of {session.name} ended: {reason}"))
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
