@@ -388,13 +388,18 @@ def produce(
     *,
     without: Sequence[str] = (),
     complete: bool = True,
+    start_at: int = 0,
+    stop_at: int | None = None,
+    contents: Contents | None = None,
 ) -> Contents:
     """Compute random bytes in every layer of every buffer, in chunks of so many tokens, and ship them.
 
-    without: buffers whose layers are computed but never said to be ready.
+    without: buffers whose layers are computed but never said to be ready. start_at, stop_at: of the prompt; contents:
+    what lies before start_at.
     """
-    contents = Contents()
-    edges = [0, *accumulate(chunks), request.num_tokens]
+    contents, last = dict(contents or {}), request.num_tokens if stop_at is None else stop_at
+    edges = [*accumulate(chunks, initial=start_at), last]
+    complete = complete and last == request.num_tokens
     for start, stop in pairwise(edges):
         for index, buffer in enumerate(producer.cache.buffers):
             for layer in range(buffer.num_layers):
@@ -435,8 +440,13 @@ def _compute(
 
 def require_contents(pair: Pair, request: InboundRequest, contents: Contents) -> None:
     """Compare every needed position of every buffer of the consumer with what was computed."""
-    for buffer in pair.destinations.buffers:
-        positions = pair.destinations.groups[buffer.group].positions(request.num_tokens)
+    require_contents_of(pair.destinations, request, contents)
+
+
+def require_contents_of(destinations: KVCaches, request: InboundRequest, contents: Contents) -> None:
+    """The same, of any consumer's cache."""
+    for buffer in destinations.buffers:
+        positions = destinations.groups[buffer.group].positions(request.num_tokens)
         table = torch.as_tensor(request.tables[buffer.group])
         for layer, name in enumerate(buffer.layer_names):
             found = buffer.canonical(layer, table, positions.start, positions.stop)

@@ -242,8 +242,8 @@ class Decode:
         )  # fmt: skip
         self.sources = list[PrefillEngine]()
 
-    def listen(self) -> str:
-        return self.consumer.listen("127.0.0.1:0", security=OPEN)
+    def listen(self, address: str = "127.0.0.1:0") -> str:
+        return self.consumer.listen(address, security=OPEN)
 
     def connect(self, *addresses: str) -> str:
         self.sources.append(self.consumer.connect(addresses, security=OPEN, timeout_s=PATIENCE_S))

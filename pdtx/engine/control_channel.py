@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdtx.engine.waking import Mailbox
 from pdtx.errors import DeadlineExceeded, IncompatiblePeer, PdtxError, PeerLost
 from pdtx.protocol import Bye, Hello, Message, Reject, TierHello, TierWelcome, Welcome
-from pdtx.sidechannel import Dialer, Listener, Security
+from pdtx.sidechannel import END_OF_SESSION, Dialer, Listener, Security
 from pdtx.text import reason_of
 
 Greeting = Hello | TierHello | Welcome | TierWelcome
@@ -65,7 +65,8 @@ class ControlChannel:
         return answer
 
     def _dial(self, timeout_s: float) -> Dialer:
-        self.close(0.0)
+        # A peer that was only slow reads that yet: it must not take this side for gone.
+        self.close(0.0, "another channel is dialled")
         self._lost, self._dialer = None, None
         dialer = Dialer(self.address, self._on_message, self._on_channel_lost, security=self._security)
         dialer.connect(timeout_s)
@@ -102,11 +103,11 @@ class ControlChannel:
         self._on_lost(reason)
         self._answer.put(error)
 
-    def close(self, linger_s: float = 1.0) -> None:
+    def close(self, linger_s: float = 1.0, reason: str = END_OF_SESSION) -> None:
         """Say goodbye; a handshake under way fails. Idempotent."""
         self._answer.put(PeerLost(f"the channel to {self.address} was closed"))
         if self._dialer is not None:
-            self._dialer.close(linger_s)
+            self._dialer.close(linger_s, reason)
 
 
 class AcceptedChannel:

@@ -414,11 +414,12 @@ class OutboundControl:
         leg, request = posted.piece.leg, posted.piece.request
         request.picks.add(posted.choice)
         request.prepare += posted.seconds
-        leg.num_runs += posted.num_runs
-        leg.nbytes += posted.nbytes
         leg.posted[posted.handle] = None
         if not posted.piece.is_current:
             posted.handle.cancel()
+            return
+        leg.num_runs += posted.num_runs
+        leg.nbytes += posted.nbytes
 
     def on_dropped(self, piece: Piece, error: PdtxError | None) -> None:
         """A piece was not sent, or its transfer has failed."""

@@ -141,7 +141,7 @@ class Channel(ABC):
         self._poller.register(self._socket, zmq.POLLIN)
         self._closing = threading.Lock()
         self._stopping = threading.Event()
-        self._linger_s = 0.0
+        self._linger_s, self._goodbye = 0.0, END_OF_SESSION
         self._thread = threading.Thread(target=self._run, name=f"pdtx-{type(self).__name__.lower()}", daemon=True)
 
     def _queue(self, peer: bytes, messages: Iterable[Message | bytes]) -> None:
@@ -154,14 +154,14 @@ class Channel(ABC):
         with contextlib.suppress(OSError):
             self._wake_in.send(b"!")
 
-    def close(self, linger_s: float = 1.0) -> None:
-        """Send what is queued and a goodbye, within linger_s; then release everything. Idempotent.
+    def close(self, linger_s: float = 1.0, reason: str = END_OF_SESSION) -> None:
+        """Send what is queued and a goodbye with a reason, within linger_s; then release everything. Idempotent.
 
         From a callback it returns at once and the rest happens after the callback; from any other thread it waits.
         """
         with self._closing:
             if not self._stopping.is_set():
-                self._linger_s = linger_s
+                self._linger_s, self._goodbye = linger_s, reason
                 self._stopping.set()
                 if self._thread.ident is None:
                     self._release(0.0)
@@ -234,7 +234,7 @@ class Channel(ABC):
             if not self._outbox:
                 time.sleep(_RETRY_MS / 1000)
             self._flush()
-        bye = encode(Bye(reason=END_OF_SESSION))
+        bye = encode(Bye(reason=self._goodbye))
         for peer in self._peers():
             self._send(peer, bye)
 
