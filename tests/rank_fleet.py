@@ -75,6 +75,7 @@ class Fleet:
     def __init__(self, prefill: Sequence[Side], decode: Sequence[Side], *, pull: bool = False) -> None:
         self.prefill = [Remote(Prefill, side) for side in prefill]
         self.decode = [Remote(Decode, side) for side in decode]
+        self.others = list[Remote]()
         try:
             self.addresses = all_of(self.decode, "listen")
             if pull:
@@ -98,6 +99,12 @@ class Fleet:
             assert (text, verified) == ("done", True)
         return found
 
+    def add_prefill(self, side: Side) -> Remote:
+        """Start another prefill engine of one process, connected to the same decode engine."""
+        self.others.append(Remote(Prefill, side))
+        self.others[-1].do("connect", *self.addresses)
+        return self.others[-1]
+
     def require_right(self, found: Sequence[tuple[str, int, int, int]], name: str) -> None:
         """Fail unless a request has arrived at all of decode's processes, every element of it right."""
         for request_id, compared, wrong, _ in found:
@@ -113,7 +120,9 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if kind is None:
-                alive = [remote for remote in (*self.prefill, *self.decode) if remote.process.poll() is None]
+                alive = [
+                    remote for remote in (*self.prefill, *self.others, *self.decode) if remote.process.poll() is None
+                ]
                 assert all(all_of(alive, "all_free")), "blocks did not come back"
                 all_of(alive, "close")
                 for remote in alive:
@@ -122,7 +131,7 @@ class Fleet:
             self._kill()
 
     def _kill(self) -> None:
-        for remote in (*self.prefill, *self.decode):
+        for remote in (*self.prefill, *self.others, *self.decode):
             remote.process.kill()
             remote.process.wait(PATIENCE_S)
             remote.close_pipe()

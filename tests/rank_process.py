@@ -3,10 +3,14 @@
 What a cache holds follows from coordinates alone, so that every process can say by itself whether all it has is right.
 """
 
+import ctypes
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +63,8 @@ class Side:
     block_size: int = 16
     mover: str = "tcp"
     not_transferred: tuple[str, ...] = ()
+    engine_id: str = ""
+    clock_s: float = 0.0  # how far its clocks are ahead
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def cache(self, *, shared: bool = False) -> KVCaches:
@@ -150,7 +156,17 @@ def _answer(pipe: Pipe, error: Exception) -> None:
     pipe.send(("error", type(error).__name__, str(error)))
 
 
-class Prefill:
+class _Process:
+    """What both kinds can do."""
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Prefill(_Process):
     """A process of a prefill engine: does what it is told, and says how that went."""
 
     def __init__(self, side: Side, pipe: Pipe) -> None:
@@ -158,8 +174,8 @@ class Prefill:
         self.cache = side.cache(shared=side.mover == "shm")
         description = describe_cache(self.cache, model="m", fingerprint="same", not_transferred=side.not_transferred)
         self.producer = KVProducer(
-            self.cache, description, make_mover(side.mover), engine_id="prefill", process=side.process,
-            processes=side.processes, **side.options,
+            self.cache, description, make_mover(side.mover), engine_id=side.engine_id or "prefill",
+            process=side.process, processes=side.processes, **side.options,
         )  # fmt: skip
         self.requests = dict[str, tuple[OutboundRequest, int]]()
         self.engines = list[Any]()
@@ -179,6 +195,10 @@ class Prefill:
         request = self.producer.offer(name, num_tokens=num_tokens, lease_s=lease_s)
         self.requests[name] = request, seed
         return request.generation
+
+    def begin_to_dialled(self, name: str, num_tokens: int, seed: int) -> None:
+        """Begin a request for the consumer that has dialled."""
+        self.requests[name] = self.producer.begin(name, num_tokens=num_tokens, timeout_s=PATIENCE_S), seed
 
     def compute(self, name: str, *chunks: int) -> None:
         """Write and ship the whole prompt, in chunks that end at the given tokens and at its end."""
@@ -229,7 +249,7 @@ class Prefill:
         self.producer.mover.close()
 
 
-class Decode:
+class Decode(_Process):
     """A process of a decode engine, likewise."""
 
     def __init__(self, side: Side, pipe: Pipe) -> None:
@@ -237,8 +257,8 @@ class Decode:
         self.cache = side.cache(shared=side.mover == "shm")
         description = describe_cache(self.cache, model="m", fingerprint="same", not_transferred=side.not_transferred)
         self.consumer = KVConsumer(
-            self.cache, description, make_mover(side.mover), verify=True, engine_id="decode", process=side.process,
-            processes=side.processes, **side.options,
+            self.cache, description, make_mover(side.mover), verify=True, engine_id=side.engine_id or "decode",
+            process=side.process, processes=side.processes, **side.options,
         )  # fmt: skip
         self.sources = list[PrefillEngine]()
 
@@ -262,10 +282,22 @@ class Decode:
             time.sleep(0.01)
         return "nothing"
 
+    def stop_renewing(self) -> None:
+        self.consumer.control.call(setattr, self.consumer.core.pulls, "_renew_at", float("inf"))
+
+    def take_any(self, seeds: Sequence[int]) -> tuple[str, int, int, int]:
+        """As take(), of a request with one of several seeds."""
+        request = self.consumer.next_ready(PATIENCE_S)
+        assert request is not None, "no request became ready"
+        return self._end(request, min(seeds, key=lambda seed: self._wrong(request, seed)))
+
     def take(self, seed: int, timeout_s: float = PATIENCE_S) -> tuple[str, int, int, int]:
         """Take the next request, verify it by the engine and by its coordinates; return what was found."""
         request = self.consumer.next_ready(timeout_s)
         assert request is not None, "no request became ready"
+        return self._end(request, seed)
+
+    def _end(self, request: InboundRequest, seed: int) -> tuple[str, int, int, int]:
         verified = self.consumer.verify(request)
         found = self._wrong(request, seed)
         self.consumer.release(request)
@@ -307,8 +339,28 @@ class Decode:
         self.consumer.close()
 
 
+_CLONE_NEWTIME = 0x80
+
+
+def _set_clocks(ahead_s: float) -> None:
+    """Go on in a child whose monotonic clocks are ahead: a time namespace is for children only."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWTIME):
+        raise OSError(ctypes.get_errno(), "unshare")
+    Path("/proc/self/timens_offsets").write_text(f"monotonic {int(ahead_s)} 0\nboottime {int(ahead_s)} 0\n")
+    child = os.fork()
+    if child:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
 def run(role: type[Prefill] | type[Decode], side: Side, pipe: Pipe) -> None:
     """Carry out orders, (method, arguments), until the pipe is closed or close() was ordered."""
+    if side.clock_s:
+        _set_clocks(side.clock_s)
     torch.set_num_threads(1)
     one = role(side, pipe)
     pipe.send(("value", None))

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pdtx.errors import (
@@ -56,7 +56,7 @@ class _Open:
     """A transfer that is placed and has not ended.
 
     For engines that pull: region is the initiator's, runs lead from it to the placement; ending: it is being pulled, or
-    will be next.
+    will be next. since: time.monotonic() before the initiator was told to go.
     """
 
     key: TransferKey
@@ -66,6 +66,7 @@ class _Open:
     region: int | None
     runs: Runs | None = None
     ending: bool = False
+    since: float = field(default_factory=time.monotonic)
 
 
 class Inbound:
@@ -270,7 +271,7 @@ class Serving:
             if transfer.runs is not None:
                 stopped = self._stream.wire.hung_up
                 progress = Progress(count, lambda: self._puller.closing or stopped(), b"")
-                self._pull(transfer, transfer.runs, progress, end.good_until)
+                self._pull(transfer, transfer.runs, progress, transfer.since + end.good_for_s)
             elif not transfer.is_get:
                 self._link.confirm(Progress.tag_of(end.sequence), transfer.placement.deadline)
         except PdtxError as error:

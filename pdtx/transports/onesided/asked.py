@@ -35,6 +35,7 @@ class Asked:
     begun: bool = False  # whether it is its turn, and nobody has cancelled it before
     over: bool = False  # whether its end, or the notice, has been sent
     answer: Go | Refused | None = None
+    answered_at: float = 0.0  # when that came, in time.monotonic()
     arrived_before: int | None = None  # what the window returned for it, if it is in there
 
 

@@ -87,13 +87,14 @@ class Refused(_Message, tag=5, frozen=True):
 class End(_Message, tag=6, frozen=True):
     """The initiator has moved nbytes, or has given up because of error: it will not touch the memory any more.
 
-    good_until: for engines that pull: time.monotonic(), the same on all of a host, from which the source may change.
+    good_for_s: for engines that pull: seconds from the Go until the source may change. The initiator counts from when
+    it heard that, the acceptor from before it said so, which is earlier: no clocks are compared.
     """
 
     sequence: int
     nbytes: int
     error: str | None = None
-    good_until: float = 0.0
+    good_for_s: float = 0.0
 
 
 class Done(_Message, tag=7, frozen=True):
@@ -169,7 +170,7 @@ class ControlStream:
             case Refused():
                 fits = len(message.text) <= MAX_TEXT_BYTES
             case End():
-                fits = len(message.error or "") <= MAX_TEXT_BYTES and math.isfinite(message.good_until)
+                fits = len(message.error or "") <= MAX_TEXT_BYTES and math.isfinite(message.good_for_s)
             case Done():
                 fits = len(message.error or "") <= MAX_TEXT_BYTES
             case Notice():

@@ -278,7 +278,9 @@ class OneSidedConnection(Connection):
             self._send_last(asked, End(asked.sequence, min(handle.moved, handle.nbytes), short(error)))
             raise
         handle.mark_sent()
-        self._send_last(asked, End(asked.sequence, handle.nbytes, good_until=min(handle.deadline, _LATEST)))
+        self._send_last(
+            asked, End(asked.sequence, handle.nbytes, good_for_s=min(handle.deadline, _LATEST) - asked.answered_at)
+        )
 
     def _shut(self, error: PdtxError) -> None:
         """Say what ends the connection before a transfer ends by it: who waits for that may try again at once."""
@@ -341,7 +343,7 @@ class OneSidedConnection(Connection):
             if asked is None or not in_turn:
                 raise ProtocolError(f"{self._peer} answered transfer {message.sequence} out of turn")
             if not isinstance(message, Done):
-                asked.answer = message
+                asked.answer, asked.answered_at = message, time.monotonic()
                 book.changed.notify_all()
             if not isinstance(message, Go):
                 book.answered(asked)
