@@ -182,6 +182,11 @@ def test_one_slice_for_each_rank_is_caught_before_anything_is_sent(monkeypatch: 
         return tuple(RankTransfer(0, r, (Box((Cut("head", r, 0, 1),)),)) for r in range(dst_tp))
 
     monkeypatch.setattr("pdtx.engine.matching.transfers", slices)
+    with pytest.raises(
+        IncompatiblePeer, match="audit: rank 1 would get KV head 1 of the model from rank 0 in the place"
+    ):
+        check_compatible(describe(model(1, 2)), describe(model(4, 2)))
+    monkeypatch.setattr("pdtx.engine.matching.audit_moves", lambda *_: None)
     with pytest.raises(IncompatiblePeer, match=r"KV heads 2..3 lie outside the 2 that flash_attn_nhd has"):
         check_compatible(describe(model(1, 2)), describe(model(4, 2)))
 
@@ -191,6 +196,10 @@ def test_a_rank_that_gets_another_ranks_heads_is_caught(monkeypatch: pytest.Monk
         return tuple(RankTransfer(r ^ 1, r) for r in range(dst_tp))
 
     monkeypatch.setattr("pdtx.engine.matching.transfers", crossed)
+    with pytest.raises(IncompatiblePeer, match="audit: rank 0 would get KV head 2 of the model from rank 1"):
+        Pair(model(4, 8), model(4, 8, "flashinfer_hnd", 32))
+    # And if the audit missed it, verification would not.
+    monkeypatch.setattr("pdtx.engine.matching.audit_moves", lambda *_: None)
     with Pair(model(4, 8), model(4, 8, "flashinfer_hnd", 32)) as pair:
         produce(pair.producer, begin(pair.producer, TOKENS))
         ready = pair.next_ready()

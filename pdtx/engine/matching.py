@@ -9,10 +9,10 @@ import numpy as np
 from pdtx.cache.verify import Naming
 from pdtx.engine.describe import BufferFacts, CacheFacts
 from pdtx.engine.specs import spec_fields
-from pdtx.errors import IncompatiblePeer, ParallelError, PdtxError
+from pdtx.errors import IncompatiblePeer, ParallelError, PdtxError, PlanError
 from pdtx.kvspec import KVCacheSpec
 from pdtx.layout import Layout
-from pdtx.parallel import RankTransfer, transfers
+from pdtx.parallel import RankTransfer, audit_moves, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import GroupDescription
@@ -251,9 +251,11 @@ def _check_groups(buffer: str, producer: GroupDescription, consumer: GroupDescri
 def all_moves(spec: KVCacheSpec, src_tp: int, dst_tp: int) -> tuple[RankTransfer, ...]:
     """Return what moves of a layer between all ranks of both sides. Raises IncompatiblePeer where that cannot be."""
     try:
-        return transfers(spec, src_tp, dst_tp)
-    except ParallelError as error:
+        moves = transfers(spec, src_tp, dst_tp)
+        audit_moves(spec, moves, src_tp, dst_tp)
+    except (ParallelError, PlanError) as error:
         raise IncompatiblePeer("tp_size", str(src_tp), str(dst_tp), str(error)) from None
+    return moves
 
 
 def _match_buffer(pair: _Pair, producer: CacheFacts, consumer: CacheFacts) -> BufferMatch:

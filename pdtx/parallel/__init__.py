@@ -1,5 +1,6 @@
 """Tensor parallelism: which rank holds which heads, and what must move between ranks of two degrees."""
 
+from pdtx.parallel.audit import audit_moves
 from pdtx.parallel.boxes import Box, Cut
 from pdtx.parallel.ranks import Source, heads_of_rank, rank_spec, sources, units_of_rank
 from pdtx.parallel.transfers import RankTransfer, transfers, unread_ranks
@@ -9,6 +10,7 @@ __all__ = [
     "Cut",
     "RankTransfer",
     "Source",
+    "audit_moves",
     "heads_of_rank",
     "rank_spec",
     "sources",

@@ -8,7 +8,7 @@ import numpy as np
 from pdtx.errors import PlanError
 from pdtx.kvspec import CrossAttentionSpec, KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import any_layout
-from pdtx.parallel import RankTransfer, rank_spec, transfers, unread_ranks
+from pdtx.parallel import RankTransfer, audit_moves, rank_spec, transfers, unread_ranks
 from pdtx.plan.build import build_plan
 from pdtx.plan.endpoint import Endpoint
 from pdtx.plan.needed import needed_positions, tokens_per_vector
@@ -162,6 +162,7 @@ def plan_request(
             unit = max(source.block_size, spec.block_size)
             positions = range(positions.start // unit * unit, round_up(positions.stop, unit))
         moves = transfers(spec, src.tp_size, dst.tp_size, sharding)
+        audit_moves(spec, moves, src.tp_size, dst.tp_size, sharding)
         here = src.endpoint(source, names, positions, sharding)
         there = dst.endpoint(spec, names, positions, sharding)
         plans = tuple(build_plan(here, there, positions, merge=merge, boxes=move.boxes) for move in moves)
