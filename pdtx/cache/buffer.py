@@ -12,9 +12,9 @@ import torch
 from pdtx.cache.device import open_device
 from pdtx.cache.memory import allocate
 from pdtx.cache.poison import PoisonedPart, fill_with_poison
-from pdtx.cache.verify import Kind
-from pdtx.errors import CacheError
-from pdtx.kvspec import KVCacheSpec
+from pdtx.cache.verify import Kind, StateNaming
+from pdtx.errors import CacheError, ParallelError
+from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import AnyLayout, Part, RecordLayout, any_layout
 from pdtx.parallel import rank_spec
 from pdtx.plan import NULL_BLOCK
@@ -62,6 +62,7 @@ class PagedBuffer(ABC):
     spec: of one layer with all KV heads of the model. layer_names: one for each layer. group: index of the buffer's
     group in its KVCaches. ranks: of equal layouts, each with memory of its own. block_size: positions in a block.
     itemsize: bytes of an element when comparing. owned: whether the memory was allocated here.
+    sharding: how ranks share states, None where there are none or one rank has all.
     usual_name, usual_layout: of a buffer that is given none. kind: what a layer keeps of a position, see row_kind.
     """
 
@@ -81,12 +82,14 @@ class PagedBuffer(ABC):
         name: str | None = None,
         layer_names: Sequence[str] | None = None,
         tp_size: int = 1,
+        sharding: StateSharding | None = None,
         kernel_block_size: int | None = None,
         shared: bool = False,
         memories: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Allocate. layout: a preset's name, see pdtx.layout. layer_names: "layers.0", "layers.1", ... where None.
 
+        sharding: of states, see pdtx.parallel.rank_spec; needed if tp_size is more than 1.
         shared: in memory that other processes of this host can be let map.
         memories: of each rank, uint8, shape (layout.size_bytes,), where others have allocated it; then nothing is
         written here, and device and shared say nothing. See KVCaches.over.
@@ -95,6 +98,9 @@ class PagedBuffer(ABC):
         """
         self.spec, self.name, self.group = spec, name or self.usual_name, 0
         self.num_layers, self.num_blocks, self.tp_size = num_layers, num_blocks, tp_size
+        self.sharding = sharding
+        if sharding is not None and not isinstance(spec, MambaSpec):
+            raise ParallelError(f"buffer {self.name} keeps no states that ranks could share; leave out its sharding")
         self.layer_names = tuple(layer_names or (f"layers.{layer}" for layer in range(num_layers)))
         if len(self.layer_names) != num_layers:
             raise CacheError(f"buffer {self.name} has {num_layers} layers and {len(self.layer_names)} names for them")
@@ -102,7 +108,7 @@ class PagedBuffer(ABC):
             raise CacheError(f"buffer {self.name} has two layers of one name: {', '.join(self.layer_names)}")
         self.layout = any_layout(
             layout or self.usual_layout,
-            rank_spec(spec, tp_size),
+            rank_spec(spec, tp_size, sharding),
             num_layers=num_layers,
             num_blocks=num_blocks,
             kernel_block_size=kernel_block_size,
@@ -146,6 +152,11 @@ class PagedBuffer(ABC):
     def row_kind(self) -> Kind:
         """What canonical rows are: of keys and values in one row, whose sizes differ, a record."""
         return "record" if self.kind == "kv" and self.rows_shape(1)[0] == 1 else self.kind
+
+    @property
+    def state_names(self) -> tuple[StateNaming, ...]:
+        """How the bytes of a row of states are called in messages; empty for other rows."""
+        return ()
 
     @abstractmethod
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:

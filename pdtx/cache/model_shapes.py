@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pdtx.cache.buffer_shapes import BufferShape
 from pdtx.cache.groups import CacheGroup, GroupBehaviour
-from pdtx.kvspec import KVCacheSpec, MambaSpec
+from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import layout_for
 
 
@@ -14,12 +14,14 @@ def model_shapes(
     *,
     num_blocks: int,
     tp_size: int = 1,
+    sharding: StateSharding | None = None,
     encoder_positions: int = 0,
 ) -> tuple[list[CacheGroup], list[BufferShape]]:
     """Return a group for each behaviour and a buffer for each spec, for KVCaches.allocate and over.
 
     layers: what each layer of the whole model keeps, by name. layouts: see pdtx.layout.layout_for.
-    num_blocks: of each group, the null block among them. encoder_positions: of cross attention.
+    num_blocks: of each group, the null block among them. sharding: of recurrent layers' states, needed where tp_size is
+    more than 1. encoder_positions: of cross attention.
     """
     kinds = list(dict.fromkeys(GroupBehaviour.of(spec) for spec in layers.values()))
     groups = list[CacheGroup]()
@@ -35,5 +37,7 @@ def model_shapes(
     shapes = list[BufferShape]()
     for number, ((spec, layout), names) in enumerate(buffers.items()):
         group = GroupBehaviour.of(spec).name
-        shapes.append(BufferShape(f"{group}.{number}", group, spec, layout, names, num_blocks, tp_size=tp_size))
+        own = sharding if isinstance(spec, MambaSpec) else None
+        name = f"{group}.{number}"
+        shapes.append(BufferShape(name, group, spec, layout, names, num_blocks, tp_size=tp_size, sharding=own))
     return groups, shapes

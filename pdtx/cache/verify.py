@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -19,11 +20,35 @@ Kind = Literal["kv", "record", "state"]
 
 
 @dataclass(frozen=True)
+class StateNaming:
+    """One of the states that a row holds one after another. axes: names and extents, the outermost first.
+
+    itemsize: bytes of an element.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return self.itemsize * prod(extent for _, extent in self.axes)
+
+    def element(self, byte: int) -> str:
+        """Return the name of the element that a byte of the state belongs to."""
+        steps = np.unravel_index(byte // self.itemsize, [extent for _, extent in self.axes])
+        places = (f"{name} {int(step)}" for (name, _), step in zip(self.axes, steps, strict=True))
+        return f"state {self.name} {' '.join(places)}"
+
+
+@dataclass(frozen=True)
 class Naming:
     """How the coordinates of a buffer are called in messages.
 
     buffer: its name; "" leaves it out. group: the group's name where that is another. layers: the layers' names, as
     far as they say more than the layer's index. heads: of a row; one is not worth a word unless there are K and V.
+    states: of a row of states, in their order.
     """
 
     buffer: str = ""
@@ -31,6 +56,7 @@ class Naming:
     layers: Sequence[str] = ()
     kind: Kind = "kv"
     heads: int = 0
+    states: Sequence[StateNaming] = ()
 
     @property
     def where(self) -> str:
@@ -42,6 +68,14 @@ class Naming:
             if self.group not in ("", self.buffer)
             else f"buffer {self.buffer}"
         )
+
+    def state(self, byte: int) -> str:
+        """The element of a state that a byte of a row belongs to; empty where that is not known."""
+        for state in self.states:
+            if byte < state.nbytes:
+                return state.element(byte)
+            byte -= state.nbytes
+        return ""
 
     def layer(self, index: int) -> str:
         """A layer's index in its buffer, and its name where that counts differently."""
@@ -62,8 +96,9 @@ class Coordinate:
     naming: Naming = field(default=Naming(), compare=False)
 
     def __str__(self) -> str:
-        what = "byte" if self.naming.kind == "state" else "channel"
-        return f"{self.row} {what} {self.channel}"
+        if self.naming.kind != "state":
+            return f"{self.row} channel {self.channel}"
+        return " ".join(word for word in (self.row, self.naming.state(self.channel), f"byte {self.channel}") if word)
 
     @property
     def row(self) -> str:

@@ -13,6 +13,7 @@ from pdtx.cache.codes import POISON_BYTES, WORDS, Words
 from pdtx.cache.contents import codes_for
 from pdtx.cache.verify import Coordinate, Naming
 from pdtx.errors import InputError
+from pdtx.kvspec import MambaSpec
 from pdtx.parallel import heads_of_rank, rank_spec
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
@@ -152,7 +153,7 @@ class BufferPair:
             if isinstance(buffer, PagedKVCache):
                 heads = heads_of_rank(rank, buffer.tp_size, buffer.spec.num_kv_heads)
             own = type(buffer)(
-                rank_spec(buffer.spec, buffer.tp_size),
+                rank_spec(buffer.spec, buffer.tp_size, buffer.sharding),
                 layout=buffer.layout.name,
                 num_layers=buffer.num_layers,
                 num_blocks=buffer.num_blocks,
@@ -272,6 +273,11 @@ def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:
     ):
         if one != other:
             raise InputError(f"buffer {destination.name}: {what} differ: source {one}, destination {other}")
+    if isinstance(destination.spec, MambaSpec) and destination.tp_size > 1:
+        raise InputError(
+            f"buffer {destination.name}: states on {destination.tp_size} ranks are not checked rank by rank; check a "
+            "destination of 1 rank"
+        )
     if source.itemsize not in _POISON_WORDS:
         sizes = ", ".join(map(str, _POISON_WORDS))
         raise InputError(

@@ -10,6 +10,7 @@ from pdtx.cache.verify import Naming
 from pdtx.engine.describe import BufferFacts, CacheFacts, facts_of
 from pdtx.engine.specs import spec_fields
 from pdtx.errors import IncompatiblePeer, ParallelError, PdtxError
+from pdtx.kvspec import StateSharding
 from pdtx.layout import Layout
 from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
@@ -176,6 +177,7 @@ def match_caches(producer: CacheFacts, consumer: CacheFacts) -> Match:
     # The specs first: "dtype" says more than a fingerprint that differs because of it.
     for ours, other in pairs:
         _check_specs(ours, other)
+        _check_shardings(ours, other, one_rank=producer.tp_size == consumer.tp_size == 1)
     for ours, other in pairs:
         _check_groups(other.name, producer.groups[ours.group], consumer.groups[other.group])
         _check_layers(ours, other)
@@ -197,6 +199,22 @@ def _check_specs(producer: BufferFacts, consumer: BufferFacts) -> None:
         ours, other = mine.get(name), theirs.get(name)
         if name not in _LOCAL and ours != other:
             raise IncompatiblePeer(f"{name} of buffer {consumer.name}", str(ours), str(other), _ADVICE.get(name, ""))
+
+
+def _check_shardings(producer: BufferFacts, consumer: BufferFacts, *, one_rank: bool) -> None:
+    """Both must say alike how ranks share states; where each has one rank, a side may not say it."""
+    ours, theirs = producer.sharding, consumer.sharding
+    if ours != theirs and not (one_rank and None in (ours, theirs)):
+        advice = "give both sides the StateSharding of the model's own config"
+        raise IncompatiblePeer(f"sharding of buffer {consumer.name}", _sharing(ours), _sharing(theirs), advice)
+
+
+def _sharing(sharding: StateSharding | None) -> str:
+    """Say in words how ranks share states."""
+    if sharding is None:
+        return "not given"
+    convs = (" | ".join(f"{s.name} {s.channels}/{s.units}" for s in segments) for segments in sharding.conv)
+    return "; ".join((*convs, f"{sharding.heads} heads"))
 
 
 def _check_groups(buffer: str, producer: GroupDescription, consumer: GroupDescription) -> None:
@@ -229,7 +247,7 @@ def _match_buffer(
     tp_sizes: tuple[int, int],
 ) -> BufferMatch:
     try:
-        moves = transfers(consumer.spec, *tp_sizes)
+        moves = transfers(consumer.spec, *tp_sizes, consumer.sharding)
     except ParallelError as error:
         raise IncompatiblePeer("tp_size", str(tp_sizes[0]), str(tp_sizes[1]), str(error)) from None
     place = {name: at for at, name in enumerate(producer.layer_names)}

@@ -77,7 +77,8 @@ class Verifier:
     def _subject(self, request: InboundRequest, index: int) -> _Subject:
         buffer = self._cache.buffers[index]
         group = self._cache.groups[buffer.group]
-        naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, buffer.rows_shape(1)[2])
+        heads = buffer.rows_shape(1)[2]
+        naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, heads, buffer.state_names)
         return _Subject(index, buffer, naming, request.needs[buffer.group], request.granted(buffer.group))
 
     # -- what should be there ------------------------------------------------------------------------------------------

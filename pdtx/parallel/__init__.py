@@ -1,7 +1,7 @@
 """Tensor parallelism: which rank holds which heads, and what must move between ranks of two degrees."""
 
 from pdtx.parallel.boxes import Box, Cut
-from pdtx.parallel.ranks import Source, heads_of_rank, rank_spec, sources, units_of_rank
+from pdtx.parallel.ranks import Source, heads_of_rank, rank_spec, require_sharding, sources, units_of_rank
 from pdtx.parallel.transfers import RankTransfer, transfers, unread_ranks
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Source",
     "heads_of_rank",
     "rank_spec",
+    "require_sharding",
     "sources",
     "transfers",
     "units_of_rank",

@@ -70,7 +70,7 @@ def same_blocks(ours: KVCaches, theirs: KVCaches, group: int) -> bool:
         return False
     pairs = [cache.buffers_of(group) for cache in (ours, theirs)]
     return len(pairs[0]) == len(pairs[1]) and all(
-        (a.name, a.spec, a.layer_names, a.tp_size, byte_order(a))
-        == (b.name, b.spec, b.layer_names, b.tp_size, byte_order(b))
+        (a.name, a.spec, a.layer_names, a.tp_size, a.sharding, byte_order(a))
+        == (b.name, b.spec, b.layer_names, b.tp_size, b.sharding, byte_order(b))
         for a, b in zip(*pairs, strict=True)
     )
