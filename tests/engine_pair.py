@@ -29,7 +29,9 @@ from pdtx.kvspec import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    Segment,
     SlidingWindowSpec,
+    StateSharding,
 )
 from pdtx.layout import Layout
 from pdtx.protocol import CacheDescription, Finished
@@ -346,9 +348,21 @@ def latent(
     return PagedLatentCache(spec, num_layers=2, num_blocks=num_blocks, name=name, tp_size=tp_size)
 
 
-def states(layout: str = "mamba_sd", *, num_blocks: int = 5, layers: Sequence[str] = ("layers.1",)) -> PagedStateCache:
+def states(
+    layout: str = "mamba_sd", *, num_blocks: int = 5, layers: Sequence[str] = ("layers.1",), tp_size: int = 1
+) -> PagedStateCache:
+    """States of two heads, and a convolution over x of those heads and B, which all ranks have."""
     spec = MambaSpec(block_size=512, shapes=((3, 6), (2, 4, 5)), dtypes=("bfloat16", "float32"))
-    return PagedStateCache(spec, layout=layout, num_layers=len(layers), num_blocks=num_blocks, layer_names=layers)
+    segments = Segment(name="x", channels=4, units=2), Segment(name="B", channels=2, units=1)
+    return PagedStateCache(
+        spec,
+        layout=layout,
+        num_layers=len(layers),
+        num_blocks=num_blocks,
+        layer_names=layers,
+        tp_size=tp_size,
+        sharding=StateSharding(conv=(segments,), heads=2),
+    )
 
 
 def scramble(allocator: GroupAllocator, seed: int) -> None:

@@ -61,6 +61,7 @@ LIKES: dict[str, tuple[KVCaches, KVCaches]] = {
     "other layout and blocks": (plain("flash_attn_nhd", 16), plain("flashinfer_hnd", 32)),
     "one block a tier block": (plain("sglang", TOKENS), plain("flashinfer_nhd", 16)),
     "ranks": (plain("flash_attn_nhd", 16, tp_size=2), plain("flashinfer_hnd", 32)),
+    "ranks and states": (hybrid(tp_size=2), hybrid("flashinfer_hnd", 32, "mamba_ds")),
     "groups": (hybrid(), hybrid("flashinfer_hnd", 32, "mamba_ds")),
 }
 
