@@ -140,11 +140,11 @@ def state_cache(
     )
 
 
-Words = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 
 
 def elements_of(family: str, row: Words) -> list[Words]:
-    """The states in a canonical row, uint8 (bytes,): each (first dimension, the rest, bytes of an element)."""
+    """The states in a canonical row, or in the numbers of its bytes; each (first dimension, the rest, itemsize)."""
     found, spec, at = list[Words](), FAMILIES[family].spec, 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         size = {"bfloat16": 2, "float32": 4}[dtype]

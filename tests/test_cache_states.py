@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pdtx.cache import BufferShape, CacheGroup, KVCaches, PagedKVCache, PagedStateCache
-from pdtx.errors import CacheError, InputError, LayoutError, ParallelError
+from pdtx.errors import CacheError, LayoutError, ParallelError
 from pdtx.kvspec import FullAttentionSpec, Segment, StateSharding
 from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, build_plan
@@ -157,9 +157,11 @@ class TestRefused:
             cache.moved_rows(RankTransfer(0, 0), "src", 0, BLOCKS, 0, 4)
 
 
-def test_caches_check_states_on_one_rank_only() -> None:
-    from pdtx.check import check_transfer
-
-    one, two = (KVCaches.single(state_cache("mamba1", tp_size)) for tp_size in (1, 2))
-    with pytest.raises(InputError, match="states on 2 ranks are not checked rank by rank"):
-        check_transfer(one, two, lambda *_: None, source_blocks=[1], destination_blocks=[2], tokens=1)
+@pytest.mark.parametrize("tp_size", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bytes_of_a_rank_are_those_of_the_table(family: str, tp_size: int) -> None:
+    cache = state_cache(family, tp_size)
+    whole = elements_of(family, np.arange(cache.bytes_per_position))
+    for rank in range(tp_size):
+        meant = np.concatenate([share.reshape(-1) for share in share_of(family, tp_size, rank, whole)])
+        assert np.array_equal(cache.bytes_of_rank(rank).numpy(), meant)

@@ -195,8 +195,9 @@ X = {"name": "x", "channels": 8, "units": 8}
 )
 def test_a_sharding_that_cannot_be_is_refused(sharding: dict[str, object] | None, words: str) -> None:
     wire = None if sharding is None else msgspec.convert(sharding, ShardingDescription)
-    with pytest.raises(ProtocolError, match=words):
-        facts_of(with_sharding(described("mamba1", 2), wire))
+    for tp_size in (1, 2) if wire else (2,):
+        with pytest.raises(ProtocolError, match=words):
+            facts_of(with_sharding(described("mamba1", tp_size), wire))
 
 
 def test_a_sharding_of_keys_and_values_is_refused() -> None:

@@ -149,4 +149,6 @@ def _moves(here: _Side, there: _Side, given: ModelSpec | KVCacheSpec | None) -> 
     if spec is None:
         raise InputError("ranks share a layer as its spec says: give spec, of a layer of the whole model")
     sharding = given.sharding if isinstance(given, ModelSpec) else there.sharding or here.sharding
+    if any(one not in (None, sharding) for one in (here.sharding, there.sharding)):
+        raise InputError("the two caches share states over ranks in different ways; make both for one model")
     return transfers(spec, here.tp_size, there.tp_size, sharding)

@@ -153,6 +153,21 @@ class PagedStateCache(PagedBuffer):
             differing += int(torch.ne(_bytes([meant]), _bytes([found])).sum())
         return differing
 
+    def bytes_of_rank(self, rank: int) -> torch.Tensor:
+        """Return which bytes of a canonical row a rank has, in the order of its own states: int64, (bytes,)."""
+        firsts = [sum(self._nbytes[:state]) for state in range(len(self._nbytes))]
+        whole = [
+            torch.arange(first, first + nbytes).reshape(1, shape[0], -1, dtype.itemsize)
+            for first, nbytes, (shape, dtype) in zip(firsts, self._nbytes, self.block_tensors(), strict=True)
+        ]
+        own = [
+            torch.empty((1, *(part.layout.extent(name) for name in part.layout.names[2:]), dtype.itemsize)).long()
+            for part, dtype in zip(self.layout.parts, self.dtypes, strict=True)
+        ]
+        for box in (box for other, box in self._scattered if other == rank):
+            box.of(own, "dst").copy_(box.of(whole, "src"))
+        return torch.cat([state.reshape(-1) for state in own])
+
     # -- what one rank sends to another ------------------------------------------------------------------------------
 
     def moved_shape(self, move: RankTransfer, positions: int) -> tuple[int, int, int, int]:

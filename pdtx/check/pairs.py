@@ -7,13 +7,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache
+from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache, PagedStateCache
 from pdtx.cache.aliasing import share_bytes
 from pdtx.cache.codes import POISON_BYTES, WORDS, Words
 from pdtx.cache.contents import codes_for
 from pdtx.cache.verify import Coordinate, Naming
 from pdtx.errors import InputError
-from pdtx.kvspec import MambaSpec
 from pdtx.parallel import heads_of_rank, rank_spec
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
@@ -76,11 +75,15 @@ class GroupSide:
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank holds of a buffer, as a buffer of its own. heads: of the model, that it holds."""
+    """What one rank holds of a buffer, as a buffer of its own. heads: of the model, that it holds.
+
+    channels: of each head, in the order in which it holds them. Of states these are bytes.
+    """
 
     rank: int
     buffer: PagedBuffer
     heads: range
+    channels: Int64s
 
 
 @dataclass(frozen=True)
@@ -138,14 +141,15 @@ class BufferPair:
     def naming(self, buffer: PagedBuffer, group: CacheGroup) -> Naming:
         """Return how coordinates are called."""
         name = "" if self.alone else buffer.name  # the only one there is needs no name
-        return Naming(name, group.name, buffer.layer_names, buffer.row_kind, self.codes.heads)
+        return Naming(name, group.name, buffer.layer_names, buffer.row_kind, self.codes.heads, buffer.state_names)
 
     @cached_property
     def views(self) -> tuple[RankView, ...]:
         """The destination's ranks."""
         buffer = self.destination
+        every = np.arange(self.codes.channels)
         if buffer.tp_size == 1:
-            return (RankView(0, buffer, range(self.codes.heads)),)
+            return (RankView(0, buffer, range(self.codes.heads), every),)
         split = buffer.layout.blocks_per_manager_block > 1
         found = list[RankView]()
         for rank, memory in enumerate(buffer.ranks):
@@ -162,7 +166,8 @@ class BufferPair:
                 kernel_block_size=buffer.layout.block_size if split else None,
                 memories=[memory.memory],
             )
-            found.append(RankView(rank, own, heads))
+            channels = buffer.bytes_of_rank(rank).numpy() if isinstance(buffer, PagedStateCache) else every
+            found.append(RankView(rank, own, heads, channels))
         return tuple(found)
 
 
@@ -273,11 +278,6 @@ def _check_alike(source: PagedBuffer, destination: PagedBuffer) -> None:
     ):
         if one != other:
             raise InputError(f"buffer {destination.name}: {what} differ: source {one}, destination {other}")
-    if isinstance(destination.spec, MambaSpec) and destination.tp_size > 1:
-        raise InputError(
-            f"buffer {destination.name}: states on {destination.tp_size} ranks are not checked rank by rank; check a "
-            "destination of 1 rank"
-        )
     if source.itemsize not in _POISON_WORDS:
         sizes = ", ".join(map(str, _POISON_WORDS))
         raise InputError(
