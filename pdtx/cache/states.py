@@ -67,19 +67,19 @@ class PagedStateCache(PagedBuffer):
 
     # -- whole states, cut for ranks and joined ----------------------------------------------------------------------
 
-    def _scatter(self, layer: int, block_ids: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    def _scatter(self, layer: int, blocks: torch.Tensor | slice, states: Sequence[torch.Tensor]) -> None:
         """Store the model's states in blocks, each (blocks, first dimension of its shape, the rest), on all ranks."""
         for rank, box in self._scattered:
-            box.of(self._views[rank][layer], "dst")[block_ids] = box.of(states, "src")
+            box.of(self._views[rank][layer], "dst")[blocks] = box.of(states, "src")
 
-    def _gather(self, layer: int, block_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Return copies of the model's states in blocks, as _scatter takes them."""
+    def _gather(self, layer: int, blocks: torch.Tensor | slice, count: int) -> list[torch.Tensor]:
+        """Return copies of the model's states in so many blocks, as _scatter takes them."""
         states = [
-            torch.empty((len(block_ids), shape[0], prod(shape[1:])), dtype=dtype, device=self.device)
+            torch.empty((count, shape[0], prod(shape[1:])), dtype=dtype, device=self.device)
             for shape, dtype in self.block_tensors()
         ]
         for rank, box in self._gathered:
-            box.of(states, "dst").copy_(box.of(self._views[rank][layer], "src")[block_ids])
+            box.of(states, "dst").copy_(box.of(self._views[rank][layer], "src")[blocks])
         return states
 
     def write(self, layer: int, block_id: int, states: Sequence[torch.Tensor]) -> None:
@@ -94,11 +94,11 @@ class PagedStateCache(PagedBuffer):
                 f"{self.spec.shapes} and {self.dtypes}"
             )
         flat = [state.reshape(1, state.shape[0], -1) for state in states]
-        self._scatter(layer, torch.tensor([block_id], device=self.device), flat)
+        self._scatter(layer, slice(block_id, block_id + 1), flat)
 
     def read(self, layer: int, block_id: int) -> tuple[torch.Tensor, ...]:
         """Return contiguous copies of a layer's states of the whole model, each in the shape that the spec gives it."""
-        states = self._gather(layer, torch.tensor([block_id], device=self.device))
+        states = self._gather(layer, slice(block_id, block_id + 1), 1)
         return tuple(state.reshape(shape) for state, shape in zip(states, self.spec.shapes, strict=True))
 
     def block_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
@@ -127,7 +127,7 @@ class PagedStateCache(PagedBuffer):
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the bytes of the states, see PagedBuffer."""
         self._check_fit(block_ids, start, stop)
-        return _bytes(self._gather(layer, block_ids[start:stop])).cpu()[None, :, None]
+        return _bytes(self._gather(layer, block_ids[start:stop], stop - start)).cpu()[None, :, None]
 
     def write_canonical(self, layer: int, block_ids: torch.Tensor, start: int, rows: torch.Tensor) -> None:
         """Store the bytes of the states, see PagedBuffer."""
@@ -147,7 +147,7 @@ class PagedStateCache(PagedBuffer):
         if not self._copies:
             return 0
         blocks = block_ids[start:stop]
-        states, differing = self._gather(layer, blocks), 0
+        states, differing = self._gather(layer, blocks, len(blocks)), 0
         for rank, box in self._copies:
             meant, found = box.of(states, "src"), box.of(self._views[rank][layer], "dst")[blocks]
             differing += int(torch.ne(_bytes([meant]), _bytes([found])).sum())
