@@ -31,6 +31,7 @@ _MAX_LAYERS = 4096
 MAX_RENEWALS = 1 << 15
 MAX_PARTS = 1 << 18
 """Parts that a request which goes on in another session may be in."""
+_MAX_STATES = 16
 MAX_TIER_BLOCKS = 1 << 18
 MAX_TIER_HASHES = 32 << 20
 """Bytes of all content hashes in one answer."""
@@ -85,11 +86,30 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     encoder_positions: Count = 0
 
 
+class SegmentDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Channels of a convolution that ranks share among themselves, see pdtx.kvspec.Segment."""
+
+    name: Id
+    channels: Positive
+    units: Positive
+
+
+class ShardingDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How ranks share the states of recurrent layers, see pdtx.kvspec.StateSharding."""
+
+    conv: Annotated[
+        list[Annotated[list[SegmentDescription], Meta(min_length=1, max_length=_MAX_STATES)]],
+        Meta(max_length=_MAX_STATES),
+    ]
+    heads: Count
+
+
 class BufferDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layers of one group with one spec, in one region on each rank.
 
     spec: the class name as `kind`, and the fields, of one layer of the whole model. layout: a preset's name.
     size_bytes: of one rank's region; what spec and layout come to must be the same, which tells two versions apart.
+    sharding: of states, of which more than one rank has a share.
     """
 
     name: Id
@@ -99,6 +119,7 @@ class BufferDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     layout: Id
     size_bytes: Positive
     kernel_block_size: Positive | None = None
+    sharding: ShardingDescription | None = None
 
 
 class CacheDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

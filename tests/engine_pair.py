@@ -30,7 +30,9 @@ from pdtx.kvspec import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    Segment,
     SlidingWindowSpec,
+    StateSharding,
 )
 from pdtx.layout import Layout
 from pdtx.protocol import CacheDescription, Finished
@@ -213,15 +215,17 @@ class Pair:
 
     def elements(self, request: InboundRequest) -> int:
         """Elements of a request that must be compared, by shapes alone: copies on several ranks each."""
-        return sum(
-            buffer.num_layers
-            * prod(buffer.rows_shape(len(group.positions(request.num_tokens))))
-            * sum(len(buffer.common_units(rank, rank, buffer.tp_size)) for rank in buffer.tp_ranks)
-            // (buffer.itemsize * buffer.rows_shape(1)[2])
-            for buffer, group in (
-                (buffer, self.destinations.groups[buffer.group]) for buffer in self.destinations.buffers
-            )
-        )
+        found = 0
+        for index, buffer in enumerate(self.destinations.buffers):
+            positions = len(self.destinations.groups[buffer.group].positions(request.num_tokens))
+            if buffer.kind == "state":  # what several senders have is compared with each
+                pairs, src_tp = request.engine.expected[index].pairs, request.engine.tp_size
+                one = sum(prod(buffer.common_shape(dst, src, src_tp, 1)) for src, dst in pairs)
+            else:
+                held = sum(len(buffer.common_units(rank, rank, buffer.tp_size)) for rank in buffer.tp_ranks)
+                one = prod(buffer.rows_shape(1)) // buffer.rows_shape(1)[2] * held
+            found += buffer.num_layers * positions * one // buffer.itemsize
+        return found
 
     def received(self, request_id: str) -> InboundRequest:
         """The consumer's record of a request, once it is there."""
@@ -363,9 +367,21 @@ def latent(
     return PagedLatentCache(spec, num_layers=2, num_blocks=num_blocks, name=name, tp_size=tp_size)
 
 
-def states(layout: str = "mamba_sd", *, num_blocks: int = 5, layers: Sequence[str] = ("layers.1",)) -> PagedStateCache:
+def states(
+    layout: str = "mamba_sd", *, num_blocks: int = 5, layers: Sequence[str] = ("layers.1",), tp_size: int = 1
+) -> PagedStateCache:
+    """States of two heads, and a convolution over x of those heads and B, which all ranks have."""
     spec = MambaSpec(block_size=512, shapes=((3, 6), (2, 4, 5)), dtypes=("bfloat16", "float32"))
-    return PagedStateCache(spec, layout=layout, num_layers=len(layers), num_blocks=num_blocks, layer_names=layers)
+    segments = Segment(name="x", channels=4, units=2), Segment(name="B", channels=2, units=1)
+    return PagedStateCache(
+        spec,
+        layout=layout,
+        num_layers=len(layers),
+        num_blocks=num_blocks,
+        layer_names=layers,
+        tp_size=tp_size,
+        sharding=StateSharding(conv=(segments,), heads=2),
+    )
 
 
 def scramble(allocator: GroupAllocator, seed: int) -> None:

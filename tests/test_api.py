@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import pdtx
+from pdtx.cache import KVCaches
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
+from tests.state_families import state_cache
 
 ROOT = Path(__file__).parent.parent
 
@@ -123,6 +125,31 @@ def test_specs_that_cannot_be_are_refused(given: dict[str, Any], error: str, tex
         pdtx.spec_of(**given)
     with pytest.raises(pdtx.InputError, match="2 kinds of layers, not one"):
         _ = pdtx.spec_of("gemma-3-27b").spec
+
+
+@pytest.mark.parametrize("model", ["jamba", "bamba-9b", "qwen3-next", "kimi-linear"])
+def test_a_hybrid_models_caches_know_how_ranks_share_its_states(model: str) -> None:
+    spec = pdtx.spec_of(model, num_layers=4)
+    caches = [pdtx.cache_of(spec, "flash_attn_nhd,mla,mamba_sd", num_blocks=2, tp_size=tp) for tp in (1, 2)]
+    for one, two in zip(*(cache.buffers for cache in caches), strict=True):
+        if one.sharding is None:
+            continue
+        assert one.sharding == two.sharding == spec.sharding
+        copied = 2 * 128 * 3 * 2 if model == "bamba-9b" else 0  # B and C of its one group, for 3 inputs
+        assert 2 * two.layout.bytes_per_block - one.layout.bytes_per_block == copied
+    assert any(buffer.sharding for buffer in caches[0].buffers)
+
+
+def test_states_between_ranks_are_planned_from_their_caches() -> None:
+    one, two, other = (
+        KVCaches.single(state_cache(family, tp))
+        for family, tp in (("gated delta net", 1), ("gated delta net", 2), ("mamba1", 2))
+    )
+    plan = pdtx.plan(one, [3], two, [1], tokens=1)
+    assert [(rank.source_rank, rank.destination_rank) for rank in plan.ranks] == [(0, 0), (0, 1)]
+    assert plan.nbytes == one.buffers[0].num_layers * one.buffers[0].bytes_per_position
+    with pytest.raises(pdtx.InputError, match="share states over ranks in different ways"):
+        pdtx.plan(one, [3], other, [1], tokens=1)
 
 
 def test_caches_over_memory_of_others_are_not_written() -> None:

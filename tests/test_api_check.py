@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdtx
+from pdtx.cache import KVCaches, PagedStateCache
 from pdtx.kvspec import FullAttentionSpec
+from pdtx.parallel import transfers
+from pdtx.plan import Endpoint, build_plan
+from pdtx.ranges import copy_ranges
 from tests.foreign_scenes import Pages, hybrid_bytes, hybrid_over
+from tests.state_families import state_cache
 
 LAYERS, HEADS, CHANNELS, BLOCK, BLOCKS = 2, 4, 16, 8, 12
 SOURCE, DESTINATION, TOKENS = [3, 7, 5], [2, 1, 9], 20
@@ -598,3 +603,38 @@ def test_caches_on_a_device_are_checked_alike() -> None:
     assert report.wrong == CHANNELS
     assert report.runs[0].source is not None
     assert where(report.runs[0].source)[:4] == (1, 1, 12, 0)
+
+
+def move_states(source: PagedStateCache, destination: PagedStateCache, *, wrong: bool) -> None:
+    """Move block 3 into block 1; wrong: heads of the recurrent state go to the ranks in the opposite order."""
+    for move in transfers(source.spec, source.tp_size, destination.tp_size, source.sharding):
+        for box in move.boxes:
+            rank = destination.tp_size - 1 - move.dst_rank if wrong and box.part == "ssm" else move.dst_rank
+            src, dst = (Endpoint.of(one.layout, np.array([at])) for one, at in ((source, 3), (destination, 1)))
+            runs = build_plan(src, dst, range(1), boxes=(box,)).flat
+            memories = source.ranks[move.src_rank].memory, destination.ranks[rank].memory
+            copy_ranges(memories[0], runs.source(), memories[1], runs.destination())
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("family", ["mamba2 of 1 group", "gated delta net"])
+def test_states_are_checked_on_every_rank(family: str, ranks: tuple[int, int]) -> None:
+    source, destination = state_cache(family, ranks[0]), state_cache(family, ranks[1], "mamba_ds")
+    found = [
+        pdtx.check_transfer(
+            KVCaches.single(source),
+            KVCaches.single(destination),
+            lambda *_, wrong=wrong: move_states(source, destination, wrong=wrong),
+            source_blocks=[3],
+            destination_blocks=[1],
+            tokens=1,
+        )
+        for wrong in (False, True)
+    ]
+    assert found[0].ok
+    heads, width = source.spec.shapes[1][0], 4 * source.spec.shapes[1][1] * source.spec.shapes[1][2]
+    assert found[1].wrong == 2 * heads * width
+    first = found[1].runs[0]
+    assert "layer 0 state ssm head 0 element 0 byte " in str(first.first)
+    assert first.source is not None
+    assert f"state ssm head {heads - heads // ranks[1]} element 0 byte " in str(first.source)

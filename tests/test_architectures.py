@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ GROUPS = {
     "qwen3_next": {"full": ["full"], "state": ["state"]},
     "falcon_h1": {"full": ["full"], "state": ["state"]},
     "lfm2": {"full": ["full"], "state": ["state"]},
+    "kimi_linear": {"full": ["latent"], "state": ["state"]},
     "whisper": {"full": ["full"], "cross": ["cross"]},
 }
 
@@ -179,20 +181,39 @@ def test_disaggregated_equals_local(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("kind", "ranks"), [("llama", (1, 2)), ("llama", (2, 1)), ("llama", (2, 4)), ("deepseek_v32", (2, 4))]
+    ("kind", "ranks"),
+    [
+        ("llama", (1, 2)),
+        ("llama", (2, 1)),
+        ("llama", (2, 4)),
+        ("deepseek_v32", (2, 4)),
+        ("bamba", (2, 4)),
+        ("kimi_linear", (2, 1)),
+    ],
 )
 def test_tensor_parallel_sizes_may_differ(
     load: Callable[[str], ModelRunner], prompts: Callable[[str], Path], kind: str, ranks: tuple[int, int]
 ) -> None:
-    """2 KV heads are divided over 2 ranks and copied over 4; latent vectors are copied over all."""
+    """2 KV heads are divided over 2 ranks and copied over 4; latent vectors are copied over all.
+
+    So are Bamba's B and C, of one group, between its x and after it. tests/test_state_ranks.py has the other models.
+    """
     runner = load(kind)
     sides = [side(*one, "--tp", str(rank)) for one, rank in zip(SIDES, ranks, strict=True)]
     check(disaggregated(runner.path, prompts(kind), *sides), runner)
 
 
-def test_states_and_odd_heads_are_not_divided(load: Callable[[str], ModelRunner]) -> None:
-    with pytest.raises(InputError, match=r"tensor parallel size 2: states of recurrent layers .* use --tp 1"):
-        load("bamba").make_cache(tp_size=2)
+def test_unknown_states_and_odd_heads_are_not_divided(
+    load: Callable[[str], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load("bamba")
+    monkeypatch.setattr(runner, "_plans", {})
+    monkeypatch.setattr(runner, "_architecture", replace(runner._architecture, sharding=None))
+    with pytest.raises(InputError, match=r"tensor parallel size 2: how ranks share the states .* use --tp 1"):
+        runner.make_cache(tp_size=2)
+    monkeypatch.undo()
+    with pytest.raises(ParallelError, match="8 units of x cannot be divided over tensor_parallel_size 3"):
+        runner.make_cache(tp_size=3)
     with pytest.raises(ParallelError, match="2 KV heads cannot be divided over tensor_parallel_size 3"):
         load("llama").make_cache(tp_size=3)
 

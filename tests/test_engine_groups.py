@@ -364,7 +364,7 @@ def spoil(buffer: PagedBuffer, request: InboundRequest, layer: int, position: in
         ("gemma", "window", 2, 39, 63, r"buffer window layer 2 \(layers.4\) V token 39 head 1 channel 7 "),
         ("deepseek", "latent", 1, 5, 38, "group full buffer latent layer 1 token 5 channel 19 "),
         ("deepseek", "indexer", 0, 39, 2, "group full buffer indexer layer 0 token 39 channel 1 "),
-        ("jamba", "state", 0, 0, 17, r"buffer state layer 0 \(layers.1\) byte 17 "),
+        ("jamba", "state", 0, 0, 17, r"buffer state layer 0 \(layers.1\) state conv step 1 channel 2 byte 17 "),
         ("whisper", "cross", 1, 20, 0, "buffer cross layer 1 K token 20 head 0 channel 0 "),
     ],
 )

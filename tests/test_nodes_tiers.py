@@ -147,10 +147,10 @@ def nodes(
         yield Nodes(runner, producer, consumer, before, after)
 
 
-def caches_of(runner: ModelRunner) -> tuple[KVCaches, KVCaches]:
+def caches_of(runner: ModelRunner, ranks: tuple[int, int] = (1, 1)) -> tuple[KVCaches, KVCaches]:
     return (
-        runner.make_cache(layout="flash_attn_nhd", block_size=16, num_blocks=40),
-        runner.make_cache(layout="flashinfer_hnd", block_size=32, num_blocks=40),
+        runner.make_cache(layout="flash_attn_nhd", block_size=16, num_blocks=40, tp_size=ranks[0]),
+        runner.make_cache(layout="flashinfer_hnd", block_size=32, num_blocks=40, tp_size=ranks[1]),
     )
 
 
@@ -169,11 +169,13 @@ def plain(runner: ModelRunner) -> list[list[int]]:
         return [pair.answer(tokens).token_ids for tokens in (FIRST, SECOND)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_prompt_is_loaded_on_both_sides_and_its_text_is_the_same(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, (1, 1)) for kind in KINDS), ("qwen3_next", (2, 4))])
+def test_a_second_prompt_is_loaded_on_both_sides_and_its_text_is_the_same(
+    folder: Path, kind: str, ranks: tuple[int, int]
+) -> None:
     runner = runner_of(folder, kind)
     without = plain(runner)
-    with nodes(runner, prefill=True, decode=True) as pair:
+    with nodes(runner, prefill=True, decode=True, caches=caches_of(runner, ranks)) as pair:
         first = pair.answer(FIRST)
         assert (first.cached_tokens, first.cached_from, first.peer_cached_tokens) == (0, "", 0)
         pair.settle()

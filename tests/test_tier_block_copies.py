@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.errors import PlanError
@@ -65,9 +66,11 @@ def test_pools_of_a_single_block() -> None:
     assert check_codes(tier, ids(1), codes).wrong == 0
 
 
-def test_all_buffers_of_the_group_and_states() -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_all_buffers_of_the_group_and_states(tp_size: int) -> None:
     def caches() -> KVCaches:
-        return join([latent("latent", 20), latent("indexer", 6)], [states(num_blocks=6)])
+        vectors = [latent(name, channels, tp_size=tp_size) for name, channels in (("latent", 20), ("indexer", 6))]
+        return join(vectors, [states(num_blocks=6, tp_size=tp_size)])
 
     src, dst = caches(), caches()
     for buffer in src.buffers[:2]:
@@ -79,6 +82,7 @@ def test_all_buffers_of_the_group_and_states() -> None:
     copier.copy_block(1, ids(4), ids(5), 1)
     for buffer, block, positions in zip(dst.buffers, (3, 3, 5), (16, 16, 1), strict=True):
         assert check_codes(buffer, ids(block), codes_for(buffer, positions)).wrong == 0
+        assert not buffer.replicas_differ(0, torch.tensor([block]), 0, positions)
 
 
 @pytest.mark.parametrize("row", [ids(0, 1), ids(1, 9), ids(-1, 2), ids(3, 3)])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from pdtx.cache import KVCaches, PagedBuffer
 from pdtx.errors import PlanError, TierError
@@ -71,6 +72,23 @@ def test_caches_of_other_groups_or_layers_are_refused() -> None:
         Copier(one(full(4)), one(other))
     with pytest.raises(TierError, match="buffer full has not the same layers"):
         Copier(one(full(4)), one(full(4, layers=3)))
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_states_are_copied_between_any_numbers_of_ranks(ranks: tuple[int, int]) -> None:
+    src, dst = states("mamba_sd", tp_size=ranks[0]), states("mamba_ds", tp_size=ranks[1])
+    fill_codes(src, ids(4, 2), codes_for(src, 2))
+    nbytes, _ = Copier(one(src), one(dst)).copy(0, ids(4, 2), ids(1, 3), range(2))
+    assert check_codes(dst, ids(1, 3), codes_for(src, 2)).wrong == 0
+    assert not dst.replicas_differ(0, torch.tensor([1, 3]), 0, 2)
+    assert nbytes == 2 * (3 * 4 * 2 + ranks[1] * 3 * 2 * 2 + 2 * 4 * 5 * 4), "B goes to every rank"
+
+
+def test_states_that_ranks_share_in_another_way_are_refused() -> None:
+    src, dst = states(tp_size=2), states()
+    dst.sharding = None
+    with pytest.raises(TierError, match="ranks share the states of buffer state in another way on either side"):
+        Copier(one(src), one(dst))
 
 
 TABLE = ids(7, 8, 0, 3, 5)

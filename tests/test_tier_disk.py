@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdtx.cache import KVCaches
+from pdtx.cache import KVCaches, PagedStateCache
 from pdtx.errors import TierBusy, TierError, TierInUse
+from pdtx.kvspec import FullAttentionSpec, Segment, StateSharding
 from pdtx.ranges import preadv, pwritev
 from pdtx.tiers import Side, direct_io
 from pdtx.tiers.disk import DiskTier
 from pdtx.tiers.files import BlockFolder, file_bytes
-from tests.engine_pair import wait_until
+from tests.engine_pair import attention, join, states, wait_until
 from tests.tier_disks import (
     TOKENS,
     WAIT_S,
@@ -61,6 +62,7 @@ LIKES: dict[str, tuple[KVCaches, KVCaches]] = {
     "other layout and blocks": (plain("flash_attn_nhd", 16), plain("flashinfer_hnd", 32)),
     "one block a tier block": (plain("sglang", TOKENS), plain("flashinfer_nhd", 16)),
     "ranks": (plain("flash_attn_nhd", 16, tp_size=2), plain("flashinfer_hnd", 32)),
+    "ranks and states": (hybrid(tp_size=2), hybrid("flashinfer_hnd", 32, "mamba_ds")),
     "groups": (hybrid(), hybrid("flashinfer_hnd", 32, "mamba_ds")),
 }
 
@@ -276,6 +278,21 @@ def test_other_caches_files_are_left_alone(tmp_path: Path) -> None:
         assert not load(tier, plain(), 2)[0].num_blocks
     with opened(tmp_path, plain(), layouts=("sglang",)) as tier:
         assert load(tier, plain(), 2)[0].num_blocks == 2
+
+
+def test_files_of_states_that_ranks_share_in_another_way_are_left_alone(tmp_path: Path) -> None:
+    def caches(conv: tuple[Segment, ...]) -> KVCaches:
+        kept, sharding = states(), StateSharding(conv=(conv,), heads=2)
+        other = PagedStateCache(kept.spec, num_layers=1, num_blocks=5, tp_size=2, sharding=sharding)
+        return join([attention(FullAttentionSpec, "full", num_blocks=9, tp_size=2)], [other])
+
+    x, b = Segment(name="x", channels=4, units=2), Segment(name="B", channels=2, units=1)
+    with opened(tmp_path, caches((x, b))) as tier:
+        store(tier, caches((x, b)), 2)
+    with opened(tmp_path, caches((b, x))) as tier:
+        assert not load(tier, caches((b, x)), 2)[0].num_blocks
+    with opened(tmp_path, caches((x, b))) as tier:
+        assert load(tier, caches((x, b)), 2)[1]
 
 
 def test_bad_files_are_deleted_at_the_start_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,6 +99,14 @@ def test_the_layout_is_that_to_which_a_copy_has_the_fewest_runs(source: str, cho
     assert made.buffers[0].layout.name == chosen
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_states_have_the_ranks_of_the_cache(tp_size: int) -> None:
+    like = join([states(tp_size=tp_size)])
+    made = tier_caches(like, block_tokens=16, nbytes=4096).buffers[0]
+    assert (made.tp_size, made.sharding) == (tp_size, like.buffers[0].sharding)
+    assert block_nbytes(like) == (3 * 4 * 2 + tp_size * 3 * 2 * 2 + 2 * 4 * 5 * 4,), "B is on every rank"
+
+
 def test_a_layout_can_be_chosen() -> None:
     made = tier_caches(hybrid(), block_tokens=32, nbytes=MIB, layouts=("flashinfer_hnd", "mamba_ds"))
     assert [buffer.layout.name for buffer in made.buffers] == ["flashinfer_hnd", "flashinfer_hnd", "mamba_ds"]

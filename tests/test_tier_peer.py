@@ -41,15 +41,15 @@ def keys(seed: int = 0) -> PrefixKeys:
     return prefix_keys([seed + token for token in range(TOKENS)], BLOCK, FINGERPRINT)
 
 
-def caches(layout: str = "flash_attn_nhd", block_size: int = 16, tp_size: int = 1, *, state: bool = True) -> KVCaches:
-    """Full attention and its latents, a window, and states where one rank keeps them all."""
+def caches(layout: str = "flash_attn_nhd", block_size: int = 16, tp_size: int = 1) -> KVCaches:
+    """Full attention and its latents, a window, and states."""
     count = TOKENS // block_size + 1
     kinds: dict[str, Any] = {"num_blocks": count, "tp_size": tp_size}
     groups: list[list[PagedBuffer]] = [
         [attention(FullAttentionSpec, "full", layout, block_size, **kinds), latent("latent", 24, block_size, **kinds)],
         [attention(SlidingWindowSpec, "window", layout, block_size, sliding_window=40, **kinds)],
     ]
-    return join(*groups, *([[states()]] if state else []))
+    return join(*groups, [states(tp_size=tp_size)])
 
 
 def tables(cache: KVCaches, seed: int = 0) -> tuple[Int64s, ...]:
@@ -148,8 +148,8 @@ def asked(cache: KVCaches) -> list[Int64s]:
     [
         (caches, lambda: caches("flashinfer_hnd", 32)),
         (lambda: caches("flash_attn_hnd", 32), lambda: caches("flash_attn_nhd", 8)),
-        (lambda: caches(tp_size=2, state=False), lambda: caches("flashinfer_nhd", 32, state=False)),
-        (lambda: caches(state=False), lambda: caches("flash_attn_hnd", 32, 2, state=False)),
+        (lambda: caches(tp_size=2), lambda: caches("flashinfer_nhd", 32)),
+        (caches, lambda: caches("flash_attn_hnd", 32, 2)),
     ],
     ids=["16-32", "32-8", "tp2-tp1", "tp1-tp2"],
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +28,14 @@ def plain(layout: str = "flash_attn_nhd", block_size: int = 16, *, num_blocks: i
     return join([attention(FullAttentionSpec, "full", layout, block_size, num_blocks=num_blocks, tp_size=tp_size)])
 
 
-def hybrid(layout: str = "flash_attn_nhd", block_size: int = 16, state_layout: str = "mamba_sd") -> KVCaches:
+def hybrid(
+    layout: str = "flash_attn_nhd", block_size: int = 16, state_layout: str = "mamba_sd", tp_size: int = 1
+) -> KVCaches:
     """Full attention, a window, and states."""
-    full = attention(FullAttentionSpec, "full", layout, block_size, num_blocks=40)
-    window = attention(
-        SlidingWindowSpec, "window", layout, block_size, num_blocks=35, layers=("layers.2",), sliding_window=TOKENS
-    )
-    return join([full], [window], [states(state_layout, layers=("layers.3",))])
+    kinds: dict[str, Any] = {"layout": layout, "block_size": block_size, "tp_size": tp_size}
+    full = attention(FullAttentionSpec, "full", num_blocks=40, **kinds)
+    window = attention(SlidingWindowSpec, "window", num_blocks=35, layers=("layers.2",), sliding_window=TOKENS, **kinds)
+    return join([full], [window], [states(state_layout, layers=("layers.3",), tp_size=tp_size)])
 
 
 def keys_of(num_blocks: int, seed: int = 0) -> PrefixKeys:

@@ -126,6 +126,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96},
+    "kimi_linear": {
+        **_MLA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "num_local_experts": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "q_lora_rank": None,
+    },
     "whisper": {
         "d_model": 64,
         "encoder_layers": 2,

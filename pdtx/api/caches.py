@@ -71,6 +71,7 @@ def cache_of(
         parse_layouts(layouts),
         num_blocks=num_blocks,
         tp_size=tp_size,
+        sharding=spec.sharding,
         encoder_positions=encoder_positions,
     )
     if memory is None:
@@ -94,4 +95,5 @@ def _over(shape: BufferShape, memory: BufferMemory) -> ForeignBuffer:
         shape.num_blocks,
         memory,
         tp_size=shape.tp_size,
+        sharding=shape.sharding,
     )

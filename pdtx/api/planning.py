@@ -9,7 +9,7 @@ import numpy as np
 from pdtx.api.specs import ModelSpec
 from pdtx.cache import KVCaches
 from pdtx.errors import InputError
-from pdtx.kvspec import KVCacheSpec
+from pdtx.kvspec import KVCacheSpec, StateSharding
 from pdtx.layout import Layout
 from pdtx.parallel import Box, RankTransfer, transfers
 from pdtx.plan import Endpoint, TransferPlan, build_plan
@@ -123,6 +123,7 @@ class _Side:
     layout: Layout
     tp_size: int
     spec: KVCacheSpec | None
+    sharding: StateSharding | None = None
 
     @classmethod
     def of(
@@ -138,7 +139,7 @@ class _Side:
             raise InputError(
                 f"the {name} is a cache, which knows its spec and its tp size, {buffer.tp_size}; leave both out"
             )
-        return cls(buffer.layout, buffer.tp_size, buffer.spec)
+        return cls(buffer.layout, buffer.tp_size, buffer.spec, buffer.sharding)
 
 
 def _moves(here: _Side, there: _Side, given: ModelSpec | KVCacheSpec | None) -> tuple[RankTransfer, ...]:
@@ -147,5 +148,7 @@ def _moves(here: _Side, there: _Side, given: ModelSpec | KVCacheSpec | None) -> 
     spec = there.spec or here.spec
     if spec is None:
         raise InputError("ranks share a layer as its spec says: give spec, of a layer of the whole model")
-    sharding = given.sharding if isinstance(given, ModelSpec) else None
+    sharding = given.sharding if isinstance(given, ModelSpec) else there.sharding or here.sharding
+    if any(one not in (None, sharding) for one in (here.sharding, there.sharding)):
+        raise InputError("the two caches share states over ranks in different ways; make both for one model")
     return transfers(spec, here.tp_size, there.tp_size, sharding)

@@ -130,7 +130,7 @@ def case_shape(case: Case, pool_requests: int) -> CaseShape:
 
 
 def _check_states(case: Case, model: CaseModel) -> None:
-    """Raise InputError for states that ranks would have to share: what the two nodes tell each other lacks how."""
+    """Raise InputError for states that ranks would have to share: a station has no contents for their parts."""
     name = next((name for name, spec in model.layers["decode"].items() if isinstance(spec, MambaSpec)), None)
     if name is not None and case.tp != (1, 1):
         raise InputError(f"{name} of {case.model} keeps a state, which moves with tp 1:1 only, not {_pair(case.tp)}")

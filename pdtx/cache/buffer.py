@@ -12,12 +12,13 @@ import torch
 from pdtx.cache.device import open_device
 from pdtx.cache.memory import allocate
 from pdtx.cache.poison import PoisonedPart, fill_with_poison
-from pdtx.cache.verify import Kind
+from pdtx.cache.verify import Kind, StateNaming
 from pdtx.errors import CacheError, ParallelError
-from pdtx.kvspec import KVCacheSpec
+from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import AnyLayout, Part, RecordLayout, any_layout
 from pdtx.parallel import rank_spec
 from pdtx.plan import NULL_BLOCK
+from pdtx.plan.runs import Int64s
 from pdtx.units import ceil_div
 
 _NOWHERE: Mapping[str, int] = {}
@@ -62,6 +63,7 @@ class PagedBuffer(ABC):
     spec: of one layer with all KV heads of the model. layer_names: one for each layer. group: index of the buffer's
     group in its KVCaches. ranks: of equal layouts, each with memory of its own. block_size: positions in a block.
     itemsize: bytes of an element when comparing. owned: whether the memory was allocated here.
+    sharding: how ranks share states, None where there are none or one rank has all.
     usual_name, usual_layout: of a buffer that is given none. kind: what a layer keeps of a position, see row_kind.
     """
 
@@ -82,6 +84,7 @@ class PagedBuffer(ABC):
         layer_names: Sequence[str] | None = None,
         tp_size: int = 1,
         tp_ranks: range | None = None,
+        sharding: StateSharding | None = None,
         kernel_block_size: int | None = None,
         shared: bool = False,
         memories: Sequence[torch.Tensor] | None = None,
@@ -89,6 +92,7 @@ class PagedBuffer(ABC):
         """Allocate. layout: a preset's name, see pdtx.layout. layer_names: "layers.0", "layers.1", ... where None.
 
         tp_size: tensor-parallel ranks of the model; tp_ranks: those of them that this process has, None for all.
+        sharding: of states, see pdtx.parallel.rank_spec; needed if tp_size is more than 1.
         shared: in memory that other processes of this host can be let map.
         memories: of each rank, uint8, shape (layout.size_bytes,), where others have allocated it; then nothing is
         written here, and device and shared say nothing. See KVCaches.over.
@@ -100,6 +104,9 @@ class PagedBuffer(ABC):
         self.tp_ranks = range(tp_size) if tp_ranks is None else tp_ranks
         if not (self.tp_ranks.step == 1 and 0 <= self.tp_ranks.start < self.tp_ranks.stop <= tp_size):
             raise ParallelError(f"buffer {self.name}: ranks {self.tp_ranks} of tensor_parallel_size {tp_size}")
+        self.sharding = sharding
+        if sharding is not None and not isinstance(spec, MambaSpec):
+            raise ParallelError(f"buffer {self.name} keeps no states that ranks could share; leave out its sharding")
         self.layer_names = tuple(layer_names or (f"layers.{layer}" for layer in range(num_layers)))
         if len(self.layer_names) != num_layers:
             raise CacheError(f"buffer {self.name} has {num_layers} layers and {len(self.layer_names)} names for them")
@@ -107,7 +114,7 @@ class PagedBuffer(ABC):
             raise CacheError(f"buffer {self.name} has two layers of one name: {', '.join(self.layer_names)}")
         self.layout = any_layout(
             layout or self.usual_layout,
-            rank_spec(spec, tp_size),
+            rank_spec(spec, tp_size, sharding),
             num_layers=num_layers,
             num_blocks=num_blocks,
             kernel_block_size=kernel_block_size,
@@ -167,6 +174,15 @@ class PagedBuffer(ABC):
         It follows from where the model's units lie, not from any plan. What has no units that ranks share is unit 0.
         """
 
+    def common_shape(self, rank: int, other_rank: int, other_tp: int, positions: int) -> tuple[int, int, int, int]:
+        """Return the shape of what common_rows() returns of so many positions."""
+        planes, _, _, nbytes = self.rows_shape(positions)
+        return planes, positions, len(self.common_units(rank, other_rank, other_tp)), nbytes
+
+    def common_bytes(self, rank: int, other_rank: int, other_tp: int) -> Int64s | None:
+        """Return which byte of a unit each byte of common_rows() is; None where they are whole units, in order."""
+        return None
+
     @abstractmethod
     def common_rows(
         self, rank: int, other_rank: int, other_tp: int, layer: int, block_ids: torch.Tensor, start: int, stop: int
@@ -189,6 +205,11 @@ class PagedBuffer(ABC):
     def row_kind(self) -> Kind:
         """What canonical rows are: of keys and values in one row, whose sizes differ, a record."""
         return "record" if self.kind == "kv" and self.rows_shape(1)[0] == 1 else self.kind
+
+    @property
+    def state_names(self) -> tuple[StateNaming, ...]:
+        """How the bytes of a row of states are called in messages; empty for other rows."""
+        return ()
 
     @abstractmethod
     def canonical(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pdtx.cache.latent import PagedLatentCache
 from pdtx.cache.paged import PagedKVCache
 from pdtx.cache.states import PagedStateCache
 from pdtx.errors import LayoutError
-from pdtx.kvspec import KVCacheSpec, MambaSpec, dtype_size
+from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding, dtype_size
 from pdtx.layout import RECORD_ORDERS, AnyLayout, any_layout, preset_name
 from pdtx.parallel import rank_spec
 
@@ -22,6 +22,7 @@ class BufferShape:
 
     spec: of one layer of the whole model, with all its KV heads. layout: a preset's name, see pdtx.layout.
     tp_size: tensor-parallel ranks that share the model's heads. tp_ranks: those that this process has, None for all.
+    sharding: how ranks share states, see PagedBuffer.
     kernel_block_size: see pdtx.layout.make_layout.
     """
 
@@ -33,13 +34,14 @@ class BufferShape:
     num_blocks: int
     tp_size: int = field(default=1, kw_only=True)
     tp_ranks: range | None = field(default=None, kw_only=True)
+    sharding: StateSharding | None = field(default=None, kw_only=True)
     kernel_block_size: int | None = field(default=None, kw_only=True)
 
     def rank_layout(self) -> AnyLayout:
         """Return where one rank's elements lie. Raises LayoutError, SpecError or ParallelError."""
         return any_layout(
             self.layout,
-            rank_spec(self.spec, self.tp_size),
+            rank_spec(self.spec, self.tp_size, self.sharding),
             num_layers=len(self.layer_names),
             num_blocks=self.num_blocks,
             kernel_block_size=self.kernel_block_size,
@@ -90,6 +92,7 @@ def make_buffer(
         layer_names=shape.layer_names,
         tp_size=shape.tp_size,
         tp_ranks=shape.tp_ranks,
+        sharding=shape.sharding,
         kernel_block_size=shape.kernel_block_size,
         shared=shared,
         memories=memories,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pdtx.cache.buffer_shapes import BufferShape
 from pdtx.cache.groups import CacheGroup, GroupBehaviour
 from pdtx.errors import InputError
-from pdtx.kvspec import KVCacheSpec, MambaSpec
+from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import layout_for
 
 
@@ -16,6 +16,7 @@ def model_shapes(
     num_blocks: int,
     tp_size: int = 1,
     tp_ranks: range | None = None,
+    sharding: StateSharding | None = None,
     encoder_positions: int = 0,
     held: Collection[str] | None = None,
 ) -> tuple[list[CacheGroup], list[BufferShape]]:
@@ -23,6 +24,7 @@ def model_shapes(
 
     layers: what each layer of the whole model keeps, by name. layouts: see pdtx.layout.layout_for.
     num_blocks: of each group, the null block among them. encoder_positions: of cross attention.
+    sharding: of recurrent layers' states, needed where tp_size is more than 1.
     tp_size, tp_ranks: see BufferShape. held: names of the layers that this process has, as a stage of a pipeline has;
     None for all. What is made is named as for the whole model, so that stages and whole models match.
 
@@ -47,6 +49,10 @@ def model_shapes(
         group, own = GroupBehaviour.of(spec).name, [name for name in names if held is None or name in held]
         if own:
             name = f"{group}.{number}"
-            shapes.append(BufferShape(name, group, spec, layout, own, num_blocks, tp_size=tp_size, tp_ranks=tp_ranks))
+            shares = sharding if isinstance(spec, MambaSpec) else None
+            shape = BufferShape(
+                name, group, spec, layout, own, num_blocks, tp_size=tp_size, tp_ranks=tp_ranks, sharding=shares
+            )
+            shapes.append(shape)
     used = {shape.group for shape in shapes}
     return [group for group in groups if group.name in used], shapes

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdtx.cache.codes import POISON
@@ -19,12 +21,36 @@ Kind = Literal["kv", "record", "state"]
 
 
 @dataclass(frozen=True)
+class StateNaming:
+    """One of the states that a row holds one after another. axes: names and extents, the outermost first.
+
+    itemsize: bytes of an element.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return self.itemsize * prod(extent for _, extent in self.axes)
+
+    def element(self, byte: int) -> str:
+        """Return the name of the element that a byte of the state belongs to."""
+        steps = np.unravel_index(byte // self.itemsize, [extent for _, extent in self.axes])
+        places = (f"{name} {int(step)}" for (name, _), step in zip(self.axes, steps, strict=True))
+        return f"state {self.name} {' '.join(places)}"
+
+
+@dataclass(frozen=True)
 class Naming:
     """How the coordinates of a buffer are called in messages.
 
     buffer: its name; "" leaves it out. group: the group's name where that is another. layers: the layers' names, as
     far as they say more than the layer's index. heads: of a row; one is not worth a word unless there are K and V.
     first_head: the model's number of a row's first head. rank: that has the row, where several could.
+    states: of a row of states, in their order. bytes_of_row: which byte of such a row each byte is, of a part of one.
     """
 
     buffer: str = ""
@@ -34,6 +60,8 @@ class Naming:
     heads: int = 0
     first_head: int = 0
     rank: int | None = None
+    states: Sequence[StateNaming] = ()
+    bytes_of_row: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
 
     @property
     def where(self) -> str:
@@ -45,6 +73,15 @@ class Naming:
             if self.group not in ("", self.buffer)
             else f"buffer {self.buffer}"
         )
+
+    def state(self, byte: int) -> str:
+        """The element of a state that a byte of a row belongs to; empty where that is not known."""
+        byte = int(self.bytes_of_row[byte]) if self.bytes_of_row is not None else byte
+        for state in self.states:
+            if byte < state.nbytes:
+                return state.element(byte)
+            byte -= state.nbytes
+        return ""
 
     def layer(self, index: int) -> str:
         """A layer's index in its buffer, and its name where that counts differently."""
@@ -65,8 +102,9 @@ class Coordinate:
     naming: Naming = field(default=Naming(), compare=False)
 
     def __str__(self) -> str:
-        what = "byte" if self.naming.kind == "state" else "channel"
-        return f"{self.row} {what} {self.channel}"
+        if self.naming.kind != "state":
+            return f"{self.row} channel {self.channel}"
+        return " ".join(word for word in (self.row, self.naming.state(self.channel), f"byte {self.channel}") if word)
 
     @property
     def row(self) -> str:

@@ -33,7 +33,7 @@ class RankLayer:
         """The indices that it should hold: (K and V, positions, heads of the rank, channels)."""
         layer, heads = self.pair.source_layer(self.layer), self.view.heads
         found = self.pair.codes.index(range(layer, layer + 1), self.pair.there.positions)[0][: self.pair.parts]
-        own: Int64s = found[:, :, heads.start : heads.stop].astype(np.int64)
+        own: Int64s = found[:, :, heads.start : heads.stop, self.view.channels].astype(np.int64)
         return own
 
     @property
@@ -54,7 +54,10 @@ class RankLayer:
         heads = self.view.heads
         layer = self.pair.source_layer(self.layer)
         rows = word_rows(self.pair.values, layer, self.pair.there.positions, self.pair.parts)
-        return rows[:, :, heads.start : heads.stop].contiguous()
+        elements = rows[:, :, heads.start : heads.stop].reshape(
+            *rows.shape[:2], len(heads), -1, self.pair.codes.itemsize
+        )
+        return elements[..., torch.from_numpy(self.view.channels), :].reshape(*elements.shape[:3], -1)
 
     def read(self, positions: range | None = None) -> torch.Tensor:
         """The canonical bytes that it does hold."""
@@ -67,6 +70,7 @@ class RankLayer:
         positions, heads = self.pair.there.positions, self.view.heads
         kv, token, head = (int(at) for at in np.unravel_index(row, (self.pair.parts, len(positions), len(heads))))
         naming = self.pair.naming(self.pair.destination, self.pair.there.group)
+        channel = int(self.view.channels[channel])
         return Coordinate(self.layer, kv, positions.start + token, heads.start + head, channel, naming)
 
     def name(self, kv: int) -> str:

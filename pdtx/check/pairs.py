@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache
+from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache, PagedStateCache
 from pdtx.cache.aliasing import share_bytes
 from pdtx.cache.codes import POISON_BYTES, WORDS, Words
 from pdtx.cache.contents import codes_for
@@ -75,11 +75,15 @@ class GroupSide:
 
 @dataclass(frozen=True)
 class RankView:
-    """What one rank holds of a buffer, as a buffer of its own. heads: of the model, that it holds."""
+    """What one rank holds of a buffer, as a buffer of its own. heads: of the model, that it holds.
+
+    channels: of each head, in the order in which it holds them. Of states these are bytes.
+    """
 
     rank: int
     buffer: PagedBuffer
     heads: range
+    channels: Int64s
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,17 @@ class BufferPair:
     def naming(self, buffer: PagedBuffer, group: CacheGroup) -> Naming:
         """Return how coordinates are called."""
         name = "" if self.alone else buffer.name  # the only one there is needs no name
-        return Naming(name, group.name, buffer.layer_names, buffer.row_kind, self.codes.heads)
+        return Naming(
+            name, group.name, buffer.layer_names, buffer.row_kind, self.codes.heads, states=buffer.state_names
+        )
 
     @cached_property
     def views(self) -> tuple[RankView, ...]:
         """The destination's ranks."""
         buffer = self.destination
+        every = np.arange(self.codes.channels)
         if buffer.tp_size == 1:
-            return (RankView(0, buffer, range(self.codes.heads)),)
+            return (RankView(0, buffer, range(self.codes.heads), every),)
         split = buffer.layout.blocks_per_manager_block > 1
         found = list[RankView]()
         for rank, memory in enumerate(buffer.ranks):
@@ -152,7 +159,7 @@ class BufferPair:
             if isinstance(buffer, PagedKVCache):
                 heads = heads_of_rank(rank, buffer.tp_size, buffer.spec.num_kv_heads)
             own = type(buffer)(
-                rank_spec(buffer.spec, buffer.tp_size),
+                rank_spec(buffer.spec, buffer.tp_size, buffer.sharding),
                 layout=buffer.layout.name,
                 num_layers=buffer.num_layers,
                 num_blocks=buffer.num_blocks,
@@ -161,7 +168,8 @@ class BufferPair:
                 kernel_block_size=buffer.layout.block_size if split else None,
                 memories=[memory.memory],
             )
-            found.append(RankView(rank, own, heads))
+            channels = buffer.bytes_of_rank(rank).numpy() if isinstance(buffer, PagedStateCache) else every
+            found.append(RankView(rank, own, heads, channels))
         return tuple(found)
 
 

@@ -56,7 +56,7 @@ def expected_buffers(consumer: CacheFacts, src_tp: int, not_transferred: frozens
     kept = not_transferred | set(consumer.description.not_transferred)
     found = list[ExpectedBuffer]()
     for buffer in consumer.buffers:
-        moves = all_moves(buffer.spec, src_tp, consumer.tp_size)
+        moves = all_moves(buffer, src_tp, consumer.tp_size)
         pairs = tuple((move.src_rank, move.dst_rank) for move in moves if move.dst_rank in consumer.ranks)
         group = consumer.groups[buffer.group].name
         naming = Naming(buffer.name, group, buffer.layer_names)

@@ -31,7 +31,7 @@ def require_all_received(matches: Sequence[Match]) -> None:
     consumer = matches[0].consumer
     kept = _not_transferred(matches)
     for index, buffer in enumerate(consumer.buffers):
-        moves = all_moves(buffer.spec, _tp_size([match.producer for match in matches]), consumer.tp_size)
+        moves = all_moves(buffer, _tp_size([match.producer for match in matches]), consumer.tp_size)
         pairs = [(move.src_rank, move.dst_rank) for move in moves if move.dst_rank in consumer.ranks]
         times = np.zeros((buffer.num_layers, len(pairs)), np.int64)
         for match in matches:
@@ -50,7 +50,7 @@ def require_all_sent(matches: Sequence[Match]) -> None:
     producer = matches[0].producer
     kept = _not_transferred(matches)
     for index, buffer in enumerate(producer.buffers):
-        moves = all_moves(buffer.spec, producer.tp_size, _tp_size([match.consumer for match in matches]))
+        moves = all_moves(buffer, producer.tp_size, _tp_size([match.consumer for match in matches]))
         pairs = [(move.src_rank, move.dst_rank) for move in moves if move.src_rank in producer.ranks]
         times = np.zeros((buffer.num_layers, len(pairs)), np.int64)
         for match in matches:

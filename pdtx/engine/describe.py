@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdtx.arguments import shown
-from pdtx.engine.specs import spec_fields, spec_of
+from pdtx.engine.specs import sharding_fields, sharding_of, spec_fields, spec_of
 from pdtx.errors import InputError, PdtxError, ProtocolError
-from pdtx.kvspec import KVCacheSpec
+from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding
 from pdtx.layout import AnyLayout, Layout, any_layout
-from pdtx.parallel import rank_spec
+from pdtx.parallel import rank_spec, require_sharding
 from pdtx.protocol import BufferDescription, CacheDescription, GroupDescription
 
 if TYPE_CHECKING:
@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BufferFacts:
-    """A buffer as its description makes it. spec: of one layer of the whole model; layout: of one rank."""
+    """A buffer as its description makes it. spec: of one layer of the whole model; layout: of one rank.
+
+    sharding: how ranks share states; None where there are none, or one rank that does not say it.
+    """
 
     name: str
     group: int
     spec: KVCacheSpec
     layer_names: Sequence[str]
     layout: AnyLayout
+    sharding: StateSharding | None = None
 
     @property
     def num_layers(self) -> int:
@@ -98,6 +102,7 @@ def _describe_buffer(buffer: "PagedBuffer", group: str) -> BufferDescription:
         layout=layout.name,
         size_bytes=layout.size_bytes,
         kernel_block_size=layout.block_size if split else None,
+        sharding=sharding_fields(buffer.sharding),
     )
 
 
@@ -149,9 +154,10 @@ def _buffer_facts(wire: BufferDescription, at: int, group: GroupDescription, tp_
     spec = spec_of(wire.spec)
     if group.kind != "state" and spec.block_size != group.block_size:
         raise ProtocolError(f"its blocks hold {spec.block_size} tokens, those of group {group.name} {group.block_size}")
+    sharding = _sharding(wire, spec)
     layout = any_layout(
         wire.layout,
-        rank_spec(spec, tp_size),
+        rank_spec(spec, tp_size, sharding),
         num_layers=len(wire.layer_names),
         num_blocks=group.num_blocks,
         kernel_block_size=wire.kernel_block_size,
@@ -162,4 +168,14 @@ def _buffer_facts(wire: BufferDescription, at: int, group: GroupDescription, tp_
             "run the same pdtx on both sides"
         )
     layout.require_movable()
-    return BufferFacts(wire.name, at, spec, wire.layer_names, layout)
+    return BufferFacts(wire.name, at, spec, wire.layer_names, layout, sharding)
+
+
+def _sharding(wire: BufferDescription, spec: KVCacheSpec) -> StateSharding | None:
+    """Return how ranks share a buffer's states. Raises ProtocolError or ParallelError if that does not fit its spec."""
+    sharding = sharding_of(wire.sharding)
+    if sharding is None:
+        return None
+    if not isinstance(spec, MambaSpec):
+        raise ProtocolError("it says how ranks share states, and keeps none")
+    return require_sharding(spec, sharding)

@@ -10,7 +10,7 @@ from pdtx.cache.verify import Naming
 from pdtx.engine.describe import BufferFacts, CacheFacts
 from pdtx.engine.specs import spec_fields
 from pdtx.errors import IncompatiblePeer, ParallelError, PdtxError, PlanError
-from pdtx.kvspec import KVCacheSpec
+from pdtx.kvspec import StateSharding
 from pdtx.layout import Layout
 from pdtx.parallel import RankTransfer, audit_moves, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
@@ -191,6 +191,7 @@ def match_caches(producer: CacheFacts, consumer: CacheFacts) -> Match:
     # The specs first: "dtype" says more than a fingerprint that differs because of it.
     for pair in pairs:
         _check_specs(pair.producer, pair.consumer)
+        _check_shardings(pair.producer, pair.consumer, one_rank=producer.tp_size == consumer.tp_size == 1)
     for pair in pairs:
         ours, theirs = producer.groups[pair.producer.group], consumer.groups[pair.consumer.group]
         _check_groups(pair.consumer.name, ours, theirs)
@@ -236,6 +237,22 @@ def _check_specs(producer: BufferFacts, consumer: BufferFacts) -> None:
             raise IncompatiblePeer(f"{name} of buffer {consumer.name}", str(ours), str(other), _ADVICE.get(name, ""))
 
 
+def _check_shardings(producer: BufferFacts, consumer: BufferFacts, *, one_rank: bool) -> None:
+    """Both must say alike how ranks share states; where each has one rank, a side may not say it."""
+    ours, theirs = producer.sharding, consumer.sharding
+    if ours != theirs and not (one_rank and None in (ours, theirs)):
+        advice = "give both sides the StateSharding of the model's own config"
+        raise IncompatiblePeer(f"sharding of buffer {consumer.name}", _sharing(ours), _sharing(theirs), advice)
+
+
+def _sharing(sharding: StateSharding | None) -> str:
+    """Say in words how ranks share states."""
+    if sharding is None:
+        return "not given"
+    convs = (" | ".join(f"{s.name} {s.channels}/{s.units}" for s in segments) for segments in sharding.conv)
+    return "; ".join((*convs, f"{sharding.heads} heads"))
+
+
 def _check_groups(buffer: str, producer: GroupDescription, consumer: GroupDescription) -> None:
     for field in ("name", "kind", "encoder_positions"):
         ours, other = getattr(producer, field), getattr(consumer, field)
@@ -248,11 +265,12 @@ def _check_groups(buffer: str, producer: GroupDescription, consumer: GroupDescri
         raise IncompatiblePeer(field, str(producer.block_size), str(consumer.block_size), advice)
 
 
-def all_moves(spec: KVCacheSpec, src_tp: int, dst_tp: int) -> tuple[RankTransfer, ...]:
+def all_moves(buffer: BufferFacts, src_tp: int, dst_tp: int) -> tuple[RankTransfer, ...]:
     """Return what moves of a layer between all ranks of both sides. Raises IncompatiblePeer where that cannot be."""
+    spec, sharding = buffer.spec, buffer.sharding
     try:
-        moves = transfers(spec, src_tp, dst_tp)
-        audit_moves(spec, moves, src_tp, dst_tp)
+        moves = transfers(spec, src_tp, dst_tp, sharding)
+        audit_moves(spec, moves, src_tp, dst_tp, sharding)
     except (ParallelError, PlanError) as error:
         raise IncompatiblePeer("tp_size", str(src_tp), str(dst_tp), str(error)) from None
     return moves
@@ -262,7 +280,7 @@ def _match_buffer(pair: _Pair, producer: CacheFacts, consumer: CacheFacts) -> Bu
     theirs = pair.consumer
     moves = tuple(
         move
-        for move in all_moves(theirs.spec, producer.tp_size, consumer.tp_size)
+        for move in all_moves(theirs, producer.tp_size, consumer.tp_size)
         if move.src_rank in producer.ranks and move.dst_rank in consumer.ranks
     )
     group = consumer.groups[theirs.group].name

@@ -18,9 +18,10 @@ from pdtx.kvspec import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    StateSharding,
     TQFullAttentionSpec,
 )
-from pdtx.protocol import SpecField
+from pdtx.protocol import ShardingDescription, SpecField
 
 SPEC_CLASSES = MappingProxyType({
     cls.__name__: cls
@@ -61,3 +62,23 @@ def spec_of(wire: dict[str, SpecField]) -> KVCacheSpec:
         return msgspec.convert(given, type=cls)
     except (msgspec.ValidationError, SpecError) as error:
         raise ProtocolError(f"{cls.__name__} cannot be: {error}") from None
+
+
+def sharding_fields(sharding: StateSharding | None) -> ShardingDescription | None:
+    """Return how ranks share states as it travels. Raises ProtocolError for more parts than a description has."""
+    if sharding is None:
+        return None
+    try:
+        return msgspec.convert(sharding, type=ShardingDescription, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"how ranks share the states cannot be described: {error}") from None
+
+
+def sharding_of(wire: ShardingDescription | None) -> StateSharding | None:
+    """Rebuild how ranks share states. Raises ProtocolError for impossible numbers."""
+    if wire is None:
+        return None
+    try:
+        return msgspec.convert(wire, type=StateSharding, from_attributes=True)
+    except (msgspec.ValidationError, SpecError) as error:
+        raise ProtocolError(f"how ranks share the states cannot be: {error}") from None

@@ -42,34 +42,40 @@ class _Subject:
 
     def shape(self, pair: tuple[int, int], positions: int) -> tuple[int, int, int, int]:
         """Shape of the rows that a rank there and one here have in common; pair: (source rank, rank here)."""
-        planes, _, _, nbytes = self.buffer.rows_shape(positions)
-        return planes, positions, len(self.buffer.common_units(pair[1], pair[0], self.src_tp)), nbytes
+        return self.buffer.common_shape(pair[1], pair[0], self.src_tp, positions)
 
     @property
     def elements_of_copies(self) -> int:
         """Elements of one position that ranks here hold beside the first one that does."""
-        buffer, planes = self.buffer, self.buffer.rows_shape(1)
-        held = sum(len(buffer.common_units(rank, rank, buffer.tp_size)) for rank in buffer.tp_ranks)
-        return sum(self.expected.comes) * planes[0] * planes[3] * max(0, held - planes[2]) // buffer.itemsize
+        buffer = self.buffer
+        held = sum(prod(buffer.common_shape(rank, rank, buffer.tp_size, 1)) for rank in buffer.tp_ranks)
+        return sum(self.expected.comes) * max(0, held - buffer.bytes_per_position) // buffer.itemsize
 
     def naming_of(self, pair: tuple[int, int]) -> Naming:
         """How rows of a pair of ranks are named: which rank is said only where heads do not tell it."""
         units = self.buffer.common_units(pair[1], pair[0], self.src_tp)
         copies = sum(self.buffer.common_units(one[1], one[0], self.src_tp) == units for one in self.expected.pairs)
-        return replace(self.naming, first_head=units.start, rank=pair[1] if copies > 1 else None)
+        rank = pair[1] if copies > 1 else None
+        at = self.buffer.common_bytes(pair[1], pair[0], self.src_tp)
+        return replace(self.naming, first_head=units.start, rank=rank, bytes_of_row=at)
 
     def require_all_units(self) -> None:
         """Raise VerificationError unless all that each rank here holds has a source: it would not be looked at."""
         for rank in self.buffer.tp_ranks:
-            own = self.buffer.common_units(rank, rank, self.buffer.tp_size)
-            found = set[int]()
-            for pair in self.expected.pairs:
-                found.update(self.buffer.common_units(rank, pair[0], self.src_tp) if pair[1] == rank else ())
-            if found != set(own):
-                lacking = sorted(set(own) - found)
+            found = [self._units(rank, pair[0], self.src_tp) for pair in self.expected.pairs if pair[1] == rank]
+            own = self._units(rank, rank, self.buffer.tp_size)
+            lacking = np.setdiff1d(own, np.concatenate(found) if found else [])
+            if len(lacking):
+                what = "heads" if self.buffer.kind == "kv" else "bytes"
+                named = ", ".join(map(str, lacking[:4].tolist())) + (", ..." if len(lacking) > 4 else "")
                 raise VerificationError(
-                    f"{self.naming.where} rank {rank}: heads {lacking} come from no rank that has them", len(lacking)
+                    f"{self.naming.where} rank {rank}: {what} {named} come from no rank that has them", len(lacking)
                 )
+
+    def _units(self, rank: int, other_rank: int, other_tp: int) -> Int64s:
+        """The model's numbers of what a rank here and another one both hold."""
+        at = self.buffer.common_bytes(rank, other_rank, other_tp)
+        return np.array(self.buffer.common_units(rank, other_rank, other_tp), np.int64) if at is None else at
 
     @property
     def block_ids(self) -> torch.Tensor:
@@ -111,7 +117,8 @@ class Verifier:
     def _subject(self, request: InboundRequest, index: int) -> _Subject:
         buffer = self._cache.buffers[index]
         group = self._cache.groups[buffer.group]
-        naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, buffer.rows_shape(1)[2])
+        heads = buffer.rows_shape(1)[2]
+        naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, heads, states=buffer.state_names)
         return _Subject(
             index,
             buffer,

@@ -46,6 +46,8 @@ _STATES: Mapping[str, Callable[[Fields], States]] = {
     "nemotron_h": hybrid.nemotron_h_states,
     "qwen3_next": hybrid.qwen3_next_states,
     "kimi_linear": hybrid.kimi_linear_states,
+    "falcon_h1": hybrid.falcon_h1_states,
+    "lfm2": hybrid.lfm2_states,
 }
 _NESTED = frozenset({"gemma3", "llama4"})  # the language model is described in text_config
 MODEL_TYPES = tuple(_RULES)
@@ -84,11 +86,13 @@ def layer_specs(
 def state_sharding(config: Mapping[str, Any]) -> StateSharding | None:
     """Return how ranks share the states of a model's recurrent layers; None if it has none.
 
-    Raises ModelError as layer_specs does.
+    Of Falcon-H1 and LFM2, too, which layer_specs has no rule for. Raises ModelError as layer_specs does.
     """
-    fields, _ = _fields(config)
     states = _STATES.get(Fields(config).text("model_type"))
-    return states(fields).sharding if states is not None else None
+    if states is not None:
+        return states(Fields(config)).sharding
+    _fields(config)
+    return None
 
 
 def context_length(config: Mapping[str, Any]) -> int:

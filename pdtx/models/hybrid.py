@@ -8,7 +8,7 @@ from pdtx.models.attention import attention_spec, head_dim
 from pdtx.models.fields import Fields
 from pdtx.models.latent import latent_spec, require_latent_dtype
 from pdtx.models.options import FP8_DTYPES, PLAIN_DTYPES, CacheOptions
-from pdtx.models.states import GatedDelta, KimiDelta, Mamba1, Mamba2, state_spec
+from pdtx.models.states import GatedDelta, KimiDelta, Mamba1, Mamba2, ShortConv, state_spec
 
 _HYBRID_DTYPES = (*PLAIN_DTYPES, *FP8_DTYPES)  # what attention beside states is kept in
 _NEMOTRON: Mapping[str, str] = {
@@ -138,8 +138,33 @@ def qwen3_next(fields: Fields, options: CacheOptions) -> dict[str, KVCacheSpec]:
     }
 
 
+def falcon_h1_states(fields: Fields) -> Mamba2:
+    """The Mamba half of Falcon-H1's layers."""
+    heads = fields.integer("mamba_n_heads")
+    expanded = fields.integer("mamba_expand") * fields.integer("hidden_size")
+    inner = fields.integer_or("mamba_d_ssm", expanded)
+    return Mamba2(
+        heads=heads,
+        head_dim=inner // heads,
+        groups=fields.integer("mamba_n_groups"),
+        state=fields.integer("mamba_d_state"),
+        kernel=fields.integer("mamba_d_conv"),
+    )
+
+
+def lfm2_states(fields: Fields) -> ShortConv:
+    """LFM2's short convolutions."""
+    return ShortConv(inner=fields.integer("hidden_size"), kernel=fields.integer("conv_L_cache"))
+
+
 def kimi_linear_states(fields: Fields) -> KimiDelta:
-    """Kimi-Linear's delta attention."""
+    """Kimi-Linear's delta attention; of transformers' own config, too, which has the section's fields beside others."""
+    if not fields.has("linear_attn_config"):
+        return KimiDelta(
+            heads=fields.integer("linear_num_heads"),
+            head_dim=fields.integer("linear_head_dim"),
+            kernel=fields.integer("linear_conv_kernel_dim"),
+        )
     linear = fields.section("linear_attn_config")
     return KimiDelta(
         heads=linear.integer("num_heads"),

@@ -117,5 +117,22 @@ class KimiDelta:
         return StateSharding(conv=conv, heads=self.heads)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """A convolution without a recurrence: its last kernel - 1 inputs."""
+
+    inner: int
+    kernel: int
+
+    def shapes(self, options: CacheOptions) -> Shapes:
+        """See States."""
+        return ((self.kernel - 1, options.share("the convolution's channels", self.inner)),)
+
+    @property
+    def sharding(self) -> StateSharding:
+        """Channels alone."""
+        return StateSharding(conv=((_segment("x", self.inner, 1),),), heads=0)
+
+
 def _segment(name: str, units: int, width: int) -> Segment:
     return Segment(name=name, channels=units * width, units=units)

@@ -86,7 +86,7 @@ class CacheConfig:
     """The paged cache.
 
     layout: names of presets with commas, one for each kind of layer. block_size: tokens. num_blocks: of each group of
-    layers, the null block among them. tensor_parallel_size: ranks that the KV heads are divided over.
+    layers, the null block among them. tensor_parallel_size: ranks that the KV heads and states are divided over.
     """
 
     layout: opt.Layout = "flash_attn_nhd"

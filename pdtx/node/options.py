@@ -74,7 +74,7 @@ NumBlocks = Annotated[
 TensorParallel = Annotated[
     int,
     Option(
-        "Ranks that the KV heads are divided over, each with memory of its own (all in this process).",
+        "Ranks that the KV heads and states are divided over, each with memory of its own (all in this process).",
         CACHE,
         flags=("--tensor-parallel-size", "--tp"),
         min=1,

@@ -64,16 +64,14 @@ def sources(dst_rank: int, src_tp: int, dst_tp: int, units: int, what: str = "un
     units_of_rank(0, src_tp, units, what)
     copies, readers = ceil_div(src_tp, units), ceil_div(dst_tp, units)
     share = max(1, units // src_tp)
-    found = list[Source]()
-    for place, unit in enumerate(own):
+    found, unit = list[Source](), own.start
+    while unit < own.stop:
         reader = dst_rank - unit * readers if readers > 1 else 0
         rank = unit * copies + reader * copies // readers if copies > 1 else unit // share
-        at = unit - units_of_rank(rank, src_tp, units, what).start
-        last = found[-1] if found else None
-        if last is not None and last.src_rank == rank and last.src + last.count == at:
-            found[-1] = replace(last, count=last.count + 1)
-        else:
-            found.append(Source(rank, at, place, 1))
+        held = units_of_rank(rank, src_tp, units, what)
+        stop = min(own.stop, held.stop)  # all that the rank has of them: units may be many thousand channels
+        found.append(Source(rank, unit - held.start, unit - own.start, stop - unit))
+        unit = stop
     return tuple(found)
 
 
@@ -122,7 +120,13 @@ def require_sharding(spec: MambaSpec, sharding: StateSharding | None) -> StateSh
 
 def _state_shapes(spec: MambaSpec, tp_size: int, sharding: StateSharding) -> tuple[tuple[int, ...], ...]:
     convs = [
-        (shape[0], sum(len(units_of_rank(0, tp_size, s.units, s.name)) * (s.channels // s.units) for s in segments))
+        (
+            shape[0],
+            sum(
+                len(units_of_rank(0, tp_size, s.units, f"units of {s.name}")) * (s.channels // s.units)
+                for s in segments
+            ),
+        )
         for shape, segments in zip(spec.shapes, sharding.conv, strict=False)
     ]
     rest = [

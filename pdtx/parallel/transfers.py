@@ -65,7 +65,7 @@ def _of_states(src_tp: int, dst_tp: int, sharding: StateSharding) -> tuple[RankT
             src_at = dst_at = 0
             for segment in segments:
                 width = segment.channels // segment.units
-                for piece in sources(rank, src_tp, dst_tp, segment.units, segment.name):
+                for piece in sources(rank, src_tp, dst_tp, segment.units, f"units of {segment.name}"):
                     cut = _cut("channel", piece, src_at=src_at, dst_at=dst_at, width=width)
                     by_rank[piece.src_rank].append(Box((cut,), part))
                 src_at += max(1, segment.units // src_tp) * width

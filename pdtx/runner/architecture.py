@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdtx.errors import ModelError
+from pdtx.kvspec import StateSharding
 
 # transformers' own classes of cache layers: what each keeps, and whether a paged counterpart exists.
 SUPPORTED_LAYERS = frozenset({
@@ -102,7 +103,8 @@ class Architecture:
 
     max_model_len: tokens of prompt and answer together. cache_argument: name of the argument of the model's forward
     that takes the cache. continues_states: whether a pass of several tokens goes on from the states before it; where
-    it does not, a prompt must be computed in one piece.
+    it does not, a prompt must be computed in one piece. sharding: how ranks share states; None where there are none, or
+    that is not known.
     """
 
     layers: tuple[LayerFacts, ...]
@@ -111,6 +113,7 @@ class Architecture:
     cache_argument: str
     encoder: EncoderFacts | None = None
     continues_states: bool = True
+    sharding: StateSharding | None = None
 
 
 def check_config(config: Any, name: str) -> None:  # noqa: ANN401 - transformers is not typed

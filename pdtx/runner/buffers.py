@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 import torch
 
-from pdtx.cache import CacheGroup, KVCaches, PagedKVCache, PagedLatentCache, PagedStateCache, group_kind
-from pdtx.cache.buffer import PagedBuffer
-from pdtx.cache.paged import AttentionSpecs
+from pdtx.cache import BufferShape, CacheGroup, KVCaches, group_kind
 from pdtx.errors import InputError
 from pdtx.kvspec import (
     ChunkedLocalAttentionSpec,
@@ -19,6 +16,7 @@ from pdtx.kvspec import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    StateSharding,
 )
 from pdtx.layout import layout_for
 from pdtx.runner.architecture import Architecture, AttentionFacts, CompressedFacts, LayerFacts
@@ -65,11 +63,13 @@ class CachePlan:
     """The groups and buffers of a model for one block size.
 
     groups: with num_blocks 0. places: for each layer of the model, from what it keeps to (buffer, layer in the buffer).
+    sharding: how ranks share states, None where there are none, or that is not known.
     """
 
     groups: tuple[CacheGroup, ...]
     buffers: tuple[BufferPlan, ...]
     places: tuple[dict[str, tuple[int, int]], ...]
+    sharding: StateSharding | None = None
 
 
 def plan_cache(architecture: Architecture, dtype: str, block_size: int) -> CachePlan:
@@ -99,7 +99,7 @@ def plan_cache(architecture: Architecture, dtype: str, block_size: int) -> Cache
         )
         for at, key in enumerate(keys)
     )
-    return CachePlan(groups, tuple(buffers), tuple(places))
+    return CachePlan(groups, tuple(buffers), tuple(places), architecture.sharding)
 
 
 def _group_name(keys: list[tuple[str, int]], key: tuple[str, int]) -> str:
@@ -194,41 +194,25 @@ def make_caches(
 
     Raises InputError for what tensor parallelism cannot have, and whatever the buffers raise.
     """
-    if tp_size > 1 and any(group.kind == "state" for group in plan.groups):
+    if tp_size > 1 and plan.sharding is None and any(group.kind == "state" for group in plan.groups):
         raise InputError(
-            f"tensor parallel size {tp_size}: states of recurrent layers are run on 1 rank only; use --tp 1"
+            f"tensor parallel size {tp_size}: how ranks share the states of this model's recurrent layers is not "
+            "known; use --tp 1"
         )
     groups = [
         replace(group, num_blocks=min(num_blocks, MOST_STATES) if group.kind == "state" else num_blocks)
         for group in plan.groups
     ]
-    buffers = [
-        (one.group, _make_buffer(one, layouts, groups[one.group].num_blocks, tp_size, device, shared))
-        for one in plan.buffers
-    ]
-    return KVCaches(groups, buffers)
+    shapes = [_shape(one, layouts, groups[one.group], tp_size, plan.sharding) for one in plan.buffers]
+    return KVCaches.allocate(groups, shapes, device=device, shared=shared)
 
 
-def _make_buffer(
-    one: BufferPlan, layouts: tuple[str, ...], num_blocks: int, tp_size: int, device: torch.device, shared: bool
-) -> PagedBuffer:
-    kinds: tuple[tuple[tuple[type[KVCacheSpec], ...], type[PagedBuffer]], ...] = (
-        ((MambaSpec,), PagedStateCache),
-        ((MLAAttentionSpec, SlidingWindowMLASpec), PagedLatentCache),
-        (get_args(AttentionSpecs), PagedKVCache),
-    )
-    cls = next((cls for specs, cls in kinds if isinstance(one.spec, specs)), None)
-    if cls is None:
-        raise InputError(f"buffer {one.name} of {type(one.spec).__name__} cannot be made")
-    return cls(
-        one.spec,
-        # The indexer's keys here are vectors like the latent ones: its own presets are for vectors with their scales.
-        layout=layout_for(one.spec, one.layer_names[0], layouts),
-        num_layers=len(one.layers),
-        num_blocks=num_blocks,
-        device=device,
-        name=one.name,
-        layer_names=one.layer_names,
-        tp_size=tp_size,
-        shared=shared,
+def _shape(
+    one: BufferPlan, layouts: tuple[str, ...], group: CacheGroup, tp_size: int, sharding: StateSharding | None
+) -> BufferShape:
+    # The indexer's keys here are vectors like the latent ones: its own presets are for vectors with their scales.
+    layout = layout_for(one.spec, one.layer_names[0], layouts)
+    own = sharding if isinstance(one.spec, MambaSpec) else None
+    return BufferShape(
+        one.name, group.name, one.spec, layout, one.layer_names, group.num_blocks, tp_size=tp_size, sharding=own
     )

@@ -17,6 +17,7 @@ from pdtx.runner.architecture import (
     max_model_len,
     refusal,
 )
+from pdtx.runner.sharding import sharding_of
 
 _TOKENS = 2
 """Tokens of the probe: as in a prompt, more than one."""
@@ -43,6 +44,7 @@ def inspect_model(model: Any, name: str) -> Architecture:  # noqa: ANN401 - tran
         model.config.get_text_config(decoder=True).vocab_size,
         argument,
         continues_states=_continues_states(model, argument, layers),
+        sharding=sharding_of(model.config.get_text_config(decoder=True), layers),
     )
 
 

@@ -45,7 +45,10 @@ class Copier:
             theirs = next((buffer for buffer in dst.buffers if buffer.name == ours.name), None)
             if theirs is None or (theirs.layer_names, theirs.group) != (ours.layer_names, ours.group):
                 raise TierError(f"buffer {ours.name} has not the same layers and group on both sides")
-            self._pairs[ours.group].append(Pair(ours, theirs, transfers(ours.spec, src.tp_size, dst.tp_size)))
+            if (src.tp_size > 1 or dst.tp_size > 1) and ours.sharding != theirs.sharding:
+                raise TierError(f"ranks share the states of buffer {ours.name} in another way on either side")
+            moves = transfers(ours.spec, src.tp_size, dst.tp_size, ours.sharding)
+            self._pairs[ours.group].append(Pair(ours, theirs, moves))
 
     def copy(self, group: int, src_table: Int64s, dst_table: Int64s, positions: range) -> tuple[int, int]:
         """Copy positions of a group of all its buffers, ranks and layers; return the bytes and the runs.

@@ -1,5 +1,7 @@
 """Where the bytes of a tier's blocks lie in its memory, as iovec arrays for reading and writing files."""
 
+from hashlib import blake2b
+
 import numpy as np
 
 from pdtx.cache import KVCaches, PagedBuffer
@@ -12,8 +14,8 @@ from pdtx.ranges.iovec import iovecs
 class Extents:
     """The ranges of one group's blocks in host memory: every buffer, then every rank of it, then as its layout has it.
 
-    The order follows from the layouts and their pages alone (byte_order), so that bytes written from one memory can be
-    read into another. nbytes: payload of a block; what a layout leaves between is in no range.
+    The order follows from the layouts, their pages and how ranks share states alone (byte_order), so that bytes written
+    from one memory can be read into another. nbytes: payload of a block; what a layout leaves between is in no range.
     """
 
     def __init__(self, cache: KVCaches, group: int) -> None:
@@ -59,9 +61,15 @@ class Extents:
 
 
 def byte_order(buffer: PagedBuffer) -> str:
-    """Name the order in which a block's bytes lie in a file: the layout, and the pages that make up a block."""
+    """Name the order in which a block's bytes lie in a file: the layout, and the pages that make up a block.
+
+    Of states of several ranks also how they share them, as a digest.
+    """
     pages = buffer.layout.blocks_per_manager_block
-    return buffer.layout.name if pages == 1 else f"{buffer.layout.name} in {pages} pages"
+    name = buffer.layout.name if pages == 1 else f"{buffer.layout.name} in {pages} pages"
+    if buffer.sharding is None or buffer.tp_size == 1:
+        return name
+    return f"{name} shared {blake2b(repr(buffer.sharding).encode(), digest_size=8).hexdigest()}"
 
 
 def same_blocks(ours: KVCaches, theirs: KVCaches, group: int) -> bool:

@@ -163,7 +163,7 @@ def _layout(buffer: PagedBuffer, name: str, block_tokens: int, num_blocks: int) 
     """Return the layout of one rank of a buffer in the tier."""
     return any_layout(
         name,
-        rank_spec(_spec(buffer.spec, _kind(buffer), block_tokens), buffer.tp_size),
+        rank_spec(_spec(buffer.spec, _kind(buffer), block_tokens), buffer.tp_size, buffer.sharding),
         num_layers=buffer.num_layers,
         num_blocks=num_blocks,
         kernel_block_size=_kernel_block_size(buffer, block_tokens),
@@ -182,6 +182,7 @@ def _buffer(
         name=buffer.name,
         layer_names=buffer.layer_names,
         tp_size=buffer.tp_size,
+        sharding=buffer.sharding,
         kernel_block_size=_kernel_block_size(buffer, block_tokens),
         shared=shared,
     )
