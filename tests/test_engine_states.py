@@ -77,7 +77,7 @@ def swapped(spec: KVCacheSpec, src_tp: int, dst_tp: int, sharding: StateSharding
     ("moves", "first", "wrong"),
     [
         # Of [q 8 | k 8 | v 16] rank 0 is to have 0..4, 8..12 and 16..24 and gets 0..16: 20 of 32 channels are wrong.
-        (flat, "state conv step 0 channel 4 byte 8", 2 * 3 * 20 * 2),
+        (flat, "state conv step 0 channel 8 byte 16", 2 * 3 * 20 * 2),
         (swapped, "state ssm head 0 element 0 byte 192", 2 * 8 * 4 * 4),
     ],
 )
@@ -100,7 +100,7 @@ def test_parts_that_go_to_the_wrong_rank_are_named(
         with pytest.raises(VerificationError) as caught:
             pair.consumer.verify(ready)
         assert caught.value.wrong == differing
-        assert f"first: buffer state layer 0 {first} (block " in str(caught.value)
+        assert f"first: buffer state rank 0 layer 0 {first} (block " in str(caught.value)
         pair.finish(ready, verify=False)
 
 

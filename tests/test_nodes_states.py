@@ -108,4 +108,4 @@ def test_parts_on_the_wrong_rank_change_tokens_and_are_named(
     assert [row.error for row in rows] == [None] * len(LENGTHS)
     assert all(one != other for one, other in zip(tokens(rows), alone(runner), strict=True))
     for row in disaggregated(runner.path, (1, 2)):
-        assert "first: buffer state layer 0 state " in str(row.error)
+        assert "first: buffer state rank 0 layer 0 state " in str(row.error)

@@ -74,9 +74,12 @@ class Naming:
             else f"buffer {self.buffer}"
         )
 
+    def byte(self, at: int) -> int:
+        """The byte of a whole row that a byte of what is named is."""
+        return at if self.bytes_of_row is None else int(self.bytes_of_row[at])
+
     def state(self, byte: int) -> str:
-        """The element of a state that a byte of a row belongs to; empty where that is not known."""
-        byte = int(self.bytes_of_row[byte]) if self.bytes_of_row is not None else byte
+        """The element of a state that a byte of a whole row belongs to; empty where that is not known."""
         for state in self.states:
             if byte < state.nbytes:
                 return state.element(byte)
@@ -104,7 +107,8 @@ class Coordinate:
     def __str__(self) -> str:
         if self.naming.kind != "state":
             return f"{self.row} channel {self.channel}"
-        return " ".join(word for word in (self.row, self.naming.state(self.channel), f"byte {self.channel}") if word)
+        byte = self.naming.byte(self.channel)
+        return " ".join(word for word in (self.row, self.naming.state(byte), f"byte {byte}") if word)
 
     @property
     def row(self) -> str:
