@@ -270,6 +270,20 @@ def test_a_producer_that_says_goodbye_fails_its_requests_at_once() -> None:
         wait_until(lambda: pair.consumer.num_failed == 1, "the end at the consumer")
 
 
+def test_a_payload_that_is_refused_since_the_consumer_left_first_is_sent_in_another_session() -> None:
+    """The consumer has lost the control channel, and the producer does not know it yet."""
+    with resuming() as pair:
+        request = pair.begin()
+        wait_until(lambda: request.grant is not None, "a grant")
+        (session,) = pair.consumer.core.sessions.values()
+        pair.consumer.control.call(pair.consumer.core.suspend, session)
+        contents = produce(pair.producer, request, CHUNKS)
+        ready = pair.ready()
+        require_contents_of(pair.destinations, ready, contents)
+        pair.finish(ready)
+        assert pair.producer.wait(request).text == "done"
+
+
 def test_a_request_that_is_not_asked_for_again_ends_by_its_deadline() -> None:
     with resuming() as pair:
         pair.begin(timeout_s=1.0)

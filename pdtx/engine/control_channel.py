@@ -57,7 +57,7 @@ class ControlChannel:
         except queue.Empty:
             error = DeadlineExceeded("the handshake's answer", self.address, round(timeout_s, 3))
             # An answer that comes yet must not be taken for the answer to a later hello.
-            dialer.close(0.0)
+            dialer.close(0.0, "its handshake was not answered in time")
             self._lose(error, str(error))
             raise error from None
         if isinstance(answer, PdtxError):

@@ -14,7 +14,16 @@ from pdtx.engine.route import Route
 from pdtx.engine.shipping import Asked, Posted, Probe
 from pdtx.engine.states import LegState, OutboundLife, OutboundState
 from pdtx.engine.waking import Ended
-from pdtx.errors import DeadlineExceeded, InputError, PdtxError, PeerLost, ProtocolError, TransferAborted, TransferError
+from pdtx.errors import (
+    DeadlineExceeded,
+    InputError,
+    PdtxError,
+    PeerLost,
+    ProtocolError,
+    TransferAborted,
+    TransferError,
+    TransferRefused,
+)
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Complete, Failure, Finished, LayerDone, Message
 from pdtx.text import reason_of
@@ -427,7 +436,7 @@ class OutboundControl:
         leg.unsent -= 1
         if piece.attempt == leg.attempt:
             leg.pending -= 1
-            cut = self.resumes and piece.route.ended is not None  # it goes on in another session
+            cut = self.resumes and self._is_cut(piece, error)  # it goes on in another session
             if error is not None and not cut:
                 if type(error) is TransferError:  # the others say themselves what they are about
                     error = TransferError(f"{piece} could not be sent: {error}")
@@ -435,6 +444,13 @@ class OutboundControl:
             elif cut:
                 self.advance(leg.session)
         self._return_blocks(request)
+
+    def _is_cut(self, piece: Piece, error: PdtxError | None) -> bool:
+        """Whether a piece's session is at its end, as this side knows, or as the consumer seems to know already."""
+        if isinstance(error, TransferRefused) and not piece.leg.refused:
+            piece.leg.refused = True  # the next time it is meant
+            piece.route.failed = piece.route.failed or error
+        return piece.route.ended is not None or piece.route.failed is not None
 
     def on_piece_end(self, piece: Piece, handle: TransferHandle) -> None:
         """A transfer has ended, well or not."""

@@ -48,6 +48,7 @@ class Leg(Owned):
     num_runs: int = 0
     reading: int = 0  # pieces of reference data that are being read
     finished: Finished | None = None
+    refused: bool = False  # whether a payload was, as happens when the consumer has left a session first
     owner: ControlThread | None = field(default=None, repr=False)  # last: from then on changes are checked
 
     @property
