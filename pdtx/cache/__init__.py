@@ -12,6 +12,7 @@ from pdtx.cache.group_allocator import GroupAllocator, GroupBlocks
 from pdtx.cache.groups import CacheGroup, GroupKind, group_kind
 from pdtx.cache.latent import PagedLatentCache
 from pdtx.cache.paged import PagedKVCache
+from pdtx.cache.quantized import PagedQuantizedCache
 from pdtx.cache.states import PagedStateCache
 from pdtx.cache.verify import Mismatch, Verification, compare, describe_mismatch
 
@@ -37,6 +38,7 @@ __all__ = [
     "PagedBuffer",
     "PagedKVCache",
     "PagedLatentCache",
+    "PagedQuantizedCache",
     "PagedStateCache",
     "RankMemory",
     "Verification",

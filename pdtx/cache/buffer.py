@@ -174,6 +174,11 @@ class PagedBuffer(ABC):
         It follows from where the model's units lie, not from any plan. What has no units that ranks share is unit 0.
         """
 
+    @property
+    def row_fields(self) -> Sequence[tuple[str, int]]:
+        """Names and bytes of what a row consists of; empty where that is elements, or one record."""
+        return ()
+
     def common_shape(self, rank: int, other_rank: int, other_tp: int, positions: int) -> tuple[int, int, int, int]:
         """Return the shape of what common_rows() returns of so many positions."""
         planes, _, _, nbytes = self.rows_shape(positions)

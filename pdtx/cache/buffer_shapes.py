@@ -9,9 +9,10 @@ from pdtx.cache.buffer import PagedBuffer
 from pdtx.cache.foreign import AnyMemory, memories
 from pdtx.cache.latent import PagedLatentCache
 from pdtx.cache.paged import PagedKVCache
+from pdtx.cache.quantized import PagedQuantizedCache
 from pdtx.cache.states import PagedStateCache
 from pdtx.errors import LayoutError
-from pdtx.kvspec import KVCacheSpec, MambaSpec, StateSharding, dtype_size
+from pdtx.kvspec import KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec, StateSharding, dtype_size
 from pdtx.layout import RECORD_ORDERS, AnyLayout, any_layout, preset_name
 from pdtx.parallel import rank_spec
 
@@ -71,7 +72,9 @@ def buffer_class(spec: KVCacheSpec, layout: str) -> type[PagedBuffer]:
     """Return the class of a buffer of a spec in a preset. Raises LayoutError for an unknown preset."""
     if isinstance(spec, MambaSpec):
         return PagedStateCache
-    return PagedLatentCache if preset_name(layout) in RECORD_ORDERS else PagedKVCache
+    if preset_name(layout) not in RECORD_ORDERS:
+        return PagedKVCache
+    return PagedLatentCache if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) else PagedQuantizedCache
 
 
 def make_buffer(

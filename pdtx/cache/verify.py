@@ -51,6 +51,7 @@ class Naming:
     far as they say more than the layer's index. heads: of a row; one is not worth a word unless there are K and V.
     first_head: the model's number of a row's first head. rank: that has the row, where several could.
     states: of a row of states, in their order. bytes_of_row: which byte of such a row each byte is, of a part of one.
+    fields: names and bytes of what a quantized head's row consists of: its elements, and its scales.
     """
 
     buffer: str = ""
@@ -62,6 +63,7 @@ class Naming:
     rank: int | None = None
     states: Sequence[StateNaming] = ()
     bytes_of_row: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    fields: Sequence[tuple[str, int]] = ()
 
     @property
     def where(self) -> str:
@@ -73,6 +75,14 @@ class Naming:
             if self.group not in ("", self.buffer)
             else f"buffer {self.buffer}"
         )
+
+    def channel(self, at: int) -> str:
+        """An element of a head: by its number, or of a quantized head the byte of its elements or scales."""
+        for name, nbytes in self.fields:
+            if at < nbytes:
+                return f"{name} byte {at}"
+            at -= nbytes
+        return f"channel {at}"
 
     def byte(self, at: int) -> int:
         """The byte of a whole row that a byte of what is named is."""
@@ -106,7 +116,7 @@ class Coordinate:
 
     def __str__(self) -> str:
         if self.naming.kind != "state":
-            return f"{self.row} channel {self.channel}"
+            return f"{self.row} {self.naming.channel(self.channel)}"
         byte = self.naming.byte(self.channel)
         return " ".join(word for word in (self.row, self.naming.state(byte), f"byte {byte}") if word)
 

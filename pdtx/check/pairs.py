@@ -142,7 +142,13 @@ class BufferPair:
         """Return how coordinates are called."""
         name = "" if self.alone else buffer.name  # the only one there is needs no name
         return Naming(
-            name, group.name, buffer.layer_names, buffer.row_kind, self.codes.heads, states=buffer.state_names
+            name,
+            group.name,
+            buffer.layer_names,
+            buffer.row_kind,
+            self.codes.heads,
+            states=buffer.state_names,
+            fields=buffer.row_fields,
         )
 
     @cached_property

@@ -118,7 +118,15 @@ class Verifier:
         buffer = self._cache.buffers[index]
         group = self._cache.groups[buffer.group]
         heads = buffer.rows_shape(1)[2]
-        naming = Naming(buffer.name, group.name, buffer.layer_names, buffer.row_kind, heads, states=buffer.state_names)
+        naming = Naming(
+            buffer.name,
+            group.name,
+            buffer.layer_names,
+            buffer.row_kind,
+            heads,
+            states=buffer.state_names,
+            fields=buffer.row_fields,
+        )
         return _Subject(
             index,
             buffer,

@@ -3,10 +3,11 @@
 A layout is named, never guessed from a shape: FlashAttention's (2, num_blocks, ...) and FlashInfer's
 (num_blocks, 2, ...) have the same number of bytes, and at num_blocks = 2 the same shape.
 
-Four kinds: KVCacheLayout (one stride an axis, every axis may be cut), PartedLayout (keys and values laid out
+Five kinds: KVCacheLayout (one stride an axis, every axis may be cut), PartedLayout (keys and values laid out
 differently: two KVCacheLayouts in one region), RecordLayout (bytes whose inside is not known, cut only where
-sliceable says so), StateLayout (the states of recurrent layers, one after another in each page). All are Layouts: what
-a plan needs of each are its parts, which are StridedLayouts.
+sliceable says so), QuantizedLayout (elements, then their scales, in each K and V of a page), StateLayout (the states of
+recurrent layers, one after another in each page). All are Layouts: what a plan needs of each are its parts, which are
+StridedLayouts.
 """
 
 from pdtx.callable_package import make_callable
@@ -24,6 +25,7 @@ from pdtx.layout.presets import (
     layout_name,
     preset_name,
 )
+from pdtx.layout.quantized import QuantizedLayout
 from pdtx.layout.records import RecordLayout, make_record_layout
 from pdtx.layout.states import ConvStateLayout, HeadStateLayout, StateLayout, make_state_layout
 from pdtx.layout.strided import Axis, StridedLayout
@@ -44,6 +46,7 @@ __all__ = [
     "Layout",
     "Part",
     "PartedLayout",
+    "QuantizedLayout",
     "RecordLayout",
     "StateLayout",
     "StridedLayout",

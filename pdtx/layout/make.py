@@ -13,10 +13,11 @@ from pdtx.layout.presets import (
     layout_name,
     preset_name,
 )
+from pdtx.layout.quantized import QuantizedLayout, split_scales
 from pdtx.layout.records import RecordLayout, make_record_layout
 from pdtx.layout.states import StateLayout, make_state_layout
 
-AnyLayout = KVCacheLayout | PartedLayout | RecordLayout | StateLayout
+AnyLayout = KVCacheLayout | PartedLayout | RecordLayout | QuantizedLayout | StateLayout
 """Every kind there is; all are Layouts."""
 
 
@@ -61,7 +62,7 @@ def any_layout(
     if name in STATE_ORDERS:
         return make_state_layout(name, spec, **size, kernel_block_size=kernel_block_size)
     if name in RECORD_ORDERS:
-        return make_record_layout(name, spec, **size, kernel_block_size=kernel_block_size)
+        return split_scales(make_record_layout(name, spec, **size, kernel_block_size=kernel_block_size), spec)
     if name in PARTED_ORDERS:
         return make_parted_layout(name, spec, **size, kernel_block_size=kernel_block_size)
     return make_layout(name, spec, **size, kernel_block_size=kernel_block_size)

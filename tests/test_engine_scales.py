@@ -1,0 +1,172 @@
+"""Quantized caches with their scales: between layouts, block sizes and ranks, and what is wrong is named."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pdtx.cache import CacheGroup, KVCaches, PagedQuantizedCache
+from pdtx.errors import CacheError, LayoutError, VerificationError
+from pdtx.kvspec import AttentionSpec, FullAttentionSpec, KVQuantMode, TQFullAttentionSpec, TurboQuantSlot
+from tests.engine_pair import Pair, begin, produce, require_contents
+
+TOKENS, HEADS, LAYERS, SIZE = 75, 4, 2, 32
+
+
+def per_token_head(mode: KVQuantMode, dtype: str) -> Callable[[int], AttentionSpec]:
+    return lambda block_size: FullAttentionSpec(
+        block_size=block_size, num_kv_heads=HEADS, head_size=SIZE, dtype=dtype, kv_quant_mode=mode
+    )
+
+
+def turboquant(preset: str) -> Callable[[int], AttentionSpec]:
+    slot = TurboQuantSlot(preset=preset, head_size=SIZE).slot_bytes_aligned
+    return lambda block_size: TQFullAttentionSpec(
+        block_size=block_size, num_kv_heads=HEADS, head_size=SIZE, dtype="uint8", tq_slot_size=slot
+    )
+
+
+MODES: dict[str, tuple[Callable[[int], AttentionSpec], str, tuple[str, ...]]] = {
+    "int8": (
+        per_token_head(KVQuantMode.INT8_PER_TOKEN_HEAD, "int8"), "triton_per_token_head_nhd",
+        ("triton_per_token_head_hnd", "per_token_head_lbhnc", "per_token_head_blnhc"),
+    ),
+    "fp8": (
+        per_token_head(KVQuantMode.FP8_PER_TOKEN_HEAD, "uint8"), "triton_per_token_head_nhd",
+        ("triton_per_token_head_hnd", "per_token_head_lbhnc"),
+    ),
+    "nvfp4": (
+        per_token_head(KVQuantMode.NVFP4, "uint8"), "flashinfer_nvfp4_nhd",
+        ("flashinfer_nvfp4_hnd", "nvfp4_lbhnc", "flashinfer_nvfp4_nhd"),
+    ),
+    "turboquant 3 bits": (turboquant("turboquant_3bit_nc"), "turboquant", ("turboquant_lbhnc", "turboquant_blnhc")),
+    "turboquant k8v4": (turboquant("turboquant_k8v4"), "turboquant", ("turboquant_lbhnc",)),
+}  # fmt: skip
+CASES = [(mode, layout) for mode, (_, _, others) in MODES.items() for layout in others]
+
+
+def cache(mode: str, layout: str, block_size: int = 16, tp_size: int = 1) -> KVCaches:
+    spec = MODES[mode][0](block_size)
+    buffer = PagedQuantizedCache(spec, layout=layout, num_layers=LAYERS, num_blocks=20, tp_size=tp_size)
+    return KVCaches([CacheGroup("full", "full", block_size, 20, spec)], [(0, buffer)])
+
+
+def row_bytes(mode: str) -> int:
+    (buffer,) = cache(mode, MODES[mode][1]).buffers
+    planes, _, heads, nbytes = buffer.rows_shape(1)
+    return planes * heads * nbytes
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize(("mode", "layout"), CASES)
+def test_elements_and_scales_arrive(mode: str, layout: str, ranks: tuple[int, int]) -> None:
+    source, destination = cache(mode, MODES[mode][1], 16, ranks[0]), cache(mode, layout, 32, ranks[1])
+    with Pair(source, destination, mover="tcp") as pair:
+        request = begin(pair.producer, TOKENS)
+        contents = produce(pair.producer, request, [11, 32])
+        ready = pair.next_ready()
+        require_contents(pair, ready, contents)
+        assert ready.received_bytes == LAYERS * TOKENS * row_bytes(mode)
+        pair.finish(ready)
+        assert pair.producer.wait(request).text == "done"
+
+
+@pytest.mark.parametrize("mover", ["shm"])
+def test_over_other_transports(mover: str) -> None:
+    with Pair(
+        cache("int8", "triton_per_token_head_nhd"), cache("int8", "triton_per_token_head_hnd"), mover=mover
+    ) as pair:
+        contents = produce(pair.producer, begin(pair.producer, TOKENS))
+        ready = pair.next_ready()
+        require_contents(pair, ready, contents)
+        pair.finish(ready)
+
+
+def swapped(buffer: PagedQuantizedCache, table: torch.Tensor) -> None:
+    """The scales of two heads are exchanged."""
+    fields = [each.clone() for each in buffer.read(1, table, 0, TOKENS)]
+    fields[1][:, 40, [0, 1]] = fields[1][:, 40, [1, 0]]
+    buffer.write(1, table, 0, *fields)
+
+
+def shifted(buffer: PagedQuantizedCache, table: torch.Tensor) -> None:
+    """Each token has the scale of the one before."""
+    fields = [each.clone() for each in buffer.read(1, table, 0, TOKENS)]
+    fields[1][:, 1:] = fields[1][:, :-1].clone()
+    buffer.write(1, table, 0, *fields)
+
+
+def left_out(buffer: PagedQuantizedCache, table: torch.Tensor) -> None:
+    """The scales of one token did not move."""
+    fields = [each.clone() for each in buffer.read(1, table, 0, TOKENS)]
+    fields[1][:, 40] = torch.frombuffer(bytearray(b"\xad\xde" * (fields[1].shape[-1] // 2)), dtype=torch.uint8)
+    buffer.write(1, table, 0, *fields)
+
+
+Fault = Callable[[PagedQuantizedCache, torch.Tensor], None]
+FAULTS: dict[Fault, str] = {swapped: "token 40 head 0", shifted: "token 1 head 0", left_out: "token 40 head 0"}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("mode", ["int8", "fp8", "nvfp4", "turboquant 3 bits"])
+def test_wrong_scales_are_named(mode: str, fault: Fault) -> None:
+    with Pair(cache(mode, MODES[mode][1]), cache(mode, MODES[mode][2][0], 32), mover="inproc") as pair:
+        produce(pair.producer, begin(pair.producer, TOKENS))
+        ready = pair.next_ready()
+        (buffer,) = pair.destinations.buffers
+        assert isinstance(buffer, PagedQuantizedCache)
+        fault(buffer, torch.as_tensor(ready.tables[0]))
+        kv, field = ("", "value") if mode.startswith("turboquant") else ("K ", "scale")
+        with pytest.raises(VerificationError, match=rf"first: buffer full layer 1 {kv}{FAULTS[fault]} {field} byte "):
+            pair.consumer.verify(ready)
+        pair.finish(ready, verify=False)
+
+
+def test_what_a_page_beside_the_request_holds_is_looked_at() -> None:
+    with Pair(cache("nvfp4", "flashinfer_nvfp4_nhd"), cache("nvfp4", "flashinfer_nvfp4_hnd", 32)) as pair:
+        produce(pair.producer, begin(pair.producer, TOKENS))
+        ready = pair.next_ready()
+        (buffer,) = pair.destinations.buffers
+        assert isinstance(buffer, PagedQuantizedCache)
+        last = torch.as_tensor(ready.tables[0][-1:])
+        rows = buffer.canonical(0, last, 20, 21)
+        buffer.write_canonical(0, last, 20, rows ^ 1)
+        with pytest.raises(
+            VerificationError, match="72 2-byte words outside the request's tokens were written: 72 in buffer"
+        ):
+            pair.consumer.verify(ready)
+        buffer.write_canonical(0, last, 20, rows)
+        pair.finish(ready)
+
+
+class TestMemory:
+    def test_nvfp4_lies_as_elements_and_then_scales(self) -> None:
+        """By hand: K of a page is 16 tokens x 4 heads x 16 bytes, and behind that x 2 bytes of scales."""
+        (buffer,) = cache("nvfp4", "flashinfer_nvfp4_nhd").buffers
+        assert isinstance(buffer, PagedQuantizedCache)
+        elements, scales = torch.full((2, 1, HEADS, 16), 7, dtype=torch.uint8), torch.full((2, 1, HEADS, 2), 9)
+        elements[0, 0, 2], scales[0, 0, 2] = 50, 60
+        before = buffer.memory.clone()
+        buffer.write(0, torch.tensor([3]), 5, elements, scales.to(torch.uint8))
+        changed = (buffer.memory != before).nonzero()[:, 0]
+        page, side = 3 * 2 * (16 * HEADS * 18), 16 * HEADS * 18
+        assert buffer.memory[page + (5 * HEADS + 2) * 16] == 50
+        assert buffer.memory[page + 16 * HEADS * 16 + (5 * HEADS + 2) * 2] == 60
+        assert buffer.memory[page + side + (5 * HEADS + 2) * 16] == 7
+        assert len(changed) == 2 * HEADS * 18
+
+    def test_other_fields_are_refused(self) -> None:
+        (buffer,) = cache("int8", "triton_per_token_head_nhd").buffers
+        assert isinstance(buffer, PagedQuantizedCache)
+        with pytest.raises(CacheError, match=r"takes element \(2, 1, 4, 32\), scale \(2, 1, 4, 4\), not"):
+            buffer.write(0, torch.tensor([1]), 0, torch.zeros(2, 1, HEADS, 32, dtype=torch.uint8))
+
+    @pytest.mark.parametrize("layout", ["nvfp4_lbnhc", "nvfp4_lhbnc"])
+    def test_orders_that_do_not_tell_whose_a_scale_is(self, layout: str) -> None:
+        with pytest.raises(LayoutError, match="which bytes are whose scale is not known"):
+            cache("nvfp4", layout)
+
+    def test_plain_elements_are_another_buffers(self) -> None:
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16")
+        with pytest.raises(LayoutError, match="does not hold quantized heads"):
+            PagedQuantizedCache(spec, layout="flash_attn_nhd", num_layers=1, num_blocks=2)
