@@ -171,8 +171,9 @@ def views(memory: Cells, layout: Layout) -> dict[str, Cells]:
 def _parts(layout: Layout) -> Iterator[tuple[str, int, StridedLayout]]:
     for part in layout.parts:
         if "kv" in part.layout.by_name and part.layout.extent("kv") == 2:
-            yield "key", part.offset, part.layout
-            yield "value", part.offset + part.layout.stride("kv"), part.layout
+            name = f"{part.name} " if part.name else ""
+            yield f"{name}key", part.offset, part.layout
+            yield f"{name}value", part.offset + part.layout.stride("kv"), part.layout
         else:
             yield part.name, part.offset, part.layout
 

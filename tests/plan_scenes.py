@@ -191,14 +191,32 @@ def _turboquant(draw: st.DrawFn) -> Kind:
     )
 
 
+def _nvfp4_fields(heads: int) -> dict[str, Any]:
+    return {"num_kv_heads": heads, "head_size": 16, "dtype": "uint8", "kv_quant_mode": KVQuantMode.NVFP4}
+
+
+def _in_one_piece(name: str) -> bool:
+    """Whether K and V of a page each lie in one piece, so that elements and scales can be told apart."""
+    order = RECORD_ORDERS[name]
+    return order[-4] == "kv" and {"token", "head"} == set(order[-3:-1])
+
+
 def _nvfp4(draw: st.DrawFn) -> Kind:
     heads = _heads(draw)
-    fields: dict[str, Any] = {
-        "num_kv_heads": heads, "head_size": 16, "dtype": "uint8", "kv_quant_mode": KVQuantMode.NVFP4
-    }  # fmt: skip
+    contents = {
+        f"{part} {which}": Content(size, 1, ((heads, 1),))
+        for part, size in (("elements", 8), ("scales", 1))
+        for which in ("key", "value")
+    }
+    presets = tuple(name for name in _records("nvfp4") if _in_one_piece(name))
+    return Kind(lambda block_size: FullAttentionSpec(block_size=block_size, **_nvfp4_fields(heads)), presets, contents)
+
+
+def _nvfp4_in_pieces(draw: st.DrawFn) -> Kind:
+    heads = _heads(draw)
     return Kind(
-        lambda block_size: FullAttentionSpec(block_size=block_size, **fields),
-        _records("nvfp4"),
+        lambda block_size: FullAttentionSpec(block_size=block_size, **_nvfp4_fields(heads)),
+        tuple(name for name in _records("nvfp4") if not _in_one_piece(name)),
         _key_value(heads, 9, 9, 1),
         together=True,
     )
@@ -253,6 +271,7 @@ KINDS: Mapping[str, Callable[[st.DrawFn], Kind]] = {
     "per_token_head": _per_token_head,
     "turboquant": _turboquant,
     "nvfp4": _nvfp4,
+    "nvfp4 in pieces": _nvfp4_in_pieces,
     "states": _states,
 }
 

@@ -19,7 +19,15 @@ from pdtx.kvspec import (
     MLAAttentionSpec,
     TQFullAttentionSpec,
 )
-from pdtx.layout import ELEMENT_ORDERS, PARTED_ORDERS, RECORD_ORDERS, STATE_ORDERS, AnyLayout, any_layout
+from pdtx.layout import (
+    ELEMENT_ORDERS,
+    PARTED_ORDERS,
+    RECORD_ORDERS,
+    STATE_ORDERS,
+    AnyLayout,
+    QuantizedLayout,
+    any_layout,
+)
 from pdtx.parallel import rank_spec
 from pdtx.plan import Endpoint, build_plan
 from tests.plan_oracle import Content, Node, Scene, check_arrival, moves_of, plan_of
@@ -167,17 +175,26 @@ IN_PIECES = ("flashinfer_nvfp4_hnd_cross_layer", "nvfp4_lhbnc", "nvfp4_bhlnc")
 @pytest.mark.parametrize("src", named("nvfp4"))
 @pytest.mark.parametrize("dst", named("nvfp4"))
 def test_blocks_whose_insides_are_unknown(src: str, dst: str) -> None:
-    """NVFP4: only between layouts of one order inside the page, where a page's K and V each lie in one piece."""
+    """NVFP4: anything between pages whose K and V each lie in one piece; else pages of one order inside, whole."""
     inside = [[axis for axis in RECORD_ORDERS[name] if axis not in ("layer", "block")] for name in (src, dst)]
     sides = [any_layout(name, NVFP4, num_layers=2, num_blocks=POOL) for name in (src, dst)]
     nodes = [Node(side, np.array(table), 1, BLOCK_SIZE) for side, table in zip(sides, TABLES, strict=True)]
-    scene = Scene(NVFP4, nodes[0], nodes[1], TOKENS, range(2), 0, key_value(9, 9, 1), together=True)
+    parted = [isinstance(side, QuantizedLayout) for side in sides]
+    contents = key_value(9, 9, 1)
+    if all(parted):
+        contents = {
+            f"{part} {which}": Content(size, 1, ((4, 1),))
+            for part, size in (("elements", 8), ("scales", 1))
+            for which in ("key", "value")
+        }
+    scene = Scene(NVFP4, nodes[0], nodes[1], TOKENS, range(2), 0, contents, together=not all(parted))
+    (move,) = moves_of(scene)
     if {src, dst} & set(IN_PIECES):
         with pytest.raises(LayoutError, match="cannot be transferred"):
-            check_arrival(scene)
-    elif inside[0] != inside[1]:
+            plan_of(scene, move)
+    elif not all(parted) and inside[0] != inside[1]:
         with pytest.raises(PlanError, match="inside bytes that must stay together"):
-            check_arrival(scene)
+            plan_of(scene, move)
     else:
         check_arrival(scene)
 

@@ -14,6 +14,7 @@ from pdtx.layout import (
     AnyLayout,
     KVCacheLayout,
     PartedLayout,
+    QuantizedLayout,
     StridedLayout,
     any_layout,
 )
@@ -26,6 +27,8 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1, "int8": 1}
 
 def pieces_of(layout: AnyLayout) -> list[tuple[int, StridedLayout]]:
     """The strided layouts that a layout consists of, each with its place in the region."""
+    if isinstance(layout, QuantizedLayout):
+        return [(0, layout.whole)]  # as vLLM sees it
     return [(part.offset, part.layout) for part in layout.parts]
 
 

@@ -2,7 +2,7 @@
 
 from pdtx.errors import LayoutError
 from pdtx.kvspec import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
-from pdtx.layout import StridedLayout, any_layout, cache_kind
+from pdtx.layout import QuantizedLayout, StridedLayout, any_layout, cache_kind
 from pdtx.layout.presets import PACKED_ORDERS, is_cross_layer
 
 _BLOCKS = 2
@@ -21,6 +21,8 @@ def backend_layout(backend: str, spec: KVCacheSpec, layers: int, *, beside_state
     """
     name = _preset(backend, spec, beside_states)
     layout = any_layout(name, spec, num_layers=layers, num_blocks=_BLOCKS)
+    if isinstance(layout, QuantizedLayout):
+        layout = layout.whole  # connectors move pages, and know nothing of scales
     if not isinstance(layout, StridedLayout):
         raise LayoutError(f"{name} lies in parts with strides of their own")
     layout.require_movable()

@@ -14,7 +14,7 @@ class QuantizedLayout(Layout):
     """A region of pages in whose K and V parts all elements come first, then all scales, both in one order.
 
     elements, scales: RecordLayouts of one page; a token of a head has a record in each. So heads and tokens can be told
-    apart by strides, which one record for both could not.
+    apart by strides, which one record for both could not. whole: the same pages as records whose inside is not known.
     Raises LayoutError if a part lies outside the region.
     """
 
@@ -22,6 +22,7 @@ class QuantizedLayout(Layout):
     elements: Part
     scales: Part
     size_bytes: int
+    whole: RecordLayout
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -49,7 +50,7 @@ def split_scales(whole: RecordLayout, spec: KVCacheSpec) -> RecordLayout | Quant
     scales = whole.extent("byte") - elements
     first = _narrowed(whole, "elements", elements, 0)
     second = _narrowed(whole, "scales", scales, records * elements)
-    return QuantizedLayout(whole.name, first, second, whole.size_bytes)
+    return QuantizedLayout(whole.name, first, second, whole.size_bytes, whole)
 
 
 def _narrowed(whole: RecordLayout, name: str, nbytes: int, offset: int) -> Part:

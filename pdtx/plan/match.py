@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pdtx.errors import PlanError
-from pdtx.layout import KVCacheLayout, Layout, Part, PartedLayout, StridedLayout
+from pdtx.layout import KVCacheLayout, Layout, Part, PartedLayout, QuantizedLayout, RecordLayout, StridedLayout
 from pdtx.parallel import Box, Cut
 from pdtx.plan.grids import GridAxis
 
@@ -39,6 +39,10 @@ def match_parts(src: Layout, dst: Layout) -> tuple[tuple[Part, Part], ...]:
         src = PartedLayout.of(src)
     elif isinstance(src, PartedLayout) and isinstance(dst, KVCacheLayout):
         dst = PartedLayout.of(dst)
+    elif isinstance(src, QuantizedLayout) and isinstance(dst, RecordLayout):
+        src = src.whole
+    elif isinstance(src, RecordLayout) and isinstance(dst, QuantizedLayout):
+        dst = dst.whole
     names = [[part.name for part in side.parts] for side in (src, dst)]
     if names[0] != names[1]:
         raise PlanError(
