@@ -52,6 +52,7 @@ def cache_of(
     *,
     num_blocks: int,
     tp_size: int = 1,
+    tp_ranks: range | None = None,
     encoder_positions: int = 0,
     device: str | torch.device = "cpu",
     shared: bool = False,
@@ -60,7 +61,8 @@ def cache_of(
     """Return the caches of a model: a group for each behaviour of its layers, a buffer for each spec.
 
     layouts: a preset's name, or several with commas for several kinds of layers. num_blocks: of each group, the null
-    block among them. encoder_positions: of cross attention.
+    block among them. encoder_positions: of cross attention. tp_ranks: of tp_size those that this process has, None for
+    all.
     memory: where it is allocated already, of the only buffer or of each by its name; then nothing is allocated or
     written. Otherwise device, and shared for memory that other processes of this host can map.
     For groups and buffers of your own making, see Cache.over and Cache.allocate.
@@ -71,6 +73,7 @@ def cache_of(
         parse_layouts(layouts),
         num_blocks=num_blocks,
         tp_size=tp_size,
+        tp_ranks=tp_ranks,
         sharding=spec.sharding,
         encoder_positions=encoder_positions,
     )
@@ -95,5 +98,6 @@ def _over(shape: BufferShape, memory: BufferMemory) -> ForeignBuffer:
         shape.num_blocks,
         memory,
         tp_size=shape.tp_size,
+        tp_rank=shape.tp_ranks.start if shape.tp_ranks is not None else 0,
         sharding=shape.sharding,
     )

@@ -10,7 +10,7 @@ from pdtx.cache.buffer import PagedBuffer
 from pdtx.cache.buffer_shapes import BufferShape, ForeignBuffer, buffer_over, make_buffer
 from pdtx.cache.groups import CacheGroup, group_kind
 from pdtx.cache.probe import probe_buffer
-from pdtx.errors import CacheError
+from pdtx.errors import CacheError, InputError
 from pdtx.plan import NULL_BLOCK
 from pdtx.plan.runs import Int64s
 
@@ -114,10 +114,10 @@ class KVCaches:
         return self.buffers[0].tp_ranks
 
     def require_all_ranks(self, what: str) -> None:
-        """Raise CacheError unless all ranks are here. what: that needs them."""
+        """Raise InputError unless all ranks are here. what: that needs them."""
         if len(self.tp_ranks) < self.tp_size:
             held = f"{self.tp_ranks.start}..{self.tp_ranks.stop - 1} of {self.tp_size}"
-            raise CacheError(f"{what} needs all ranks of the model in one process; this cache has {held}")
+            raise InputError(f"{what} needs all ranks of the model in one process; this cache has {held}")
 
     @property
     def nbytes(self) -> int:

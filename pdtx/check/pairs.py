@@ -7,7 +7,15 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pdtx.cache import CacheGroup, CoordinateCodes, KVCaches, PagedBuffer, PagedKVCache, PagedStateCache
+from pdtx.cache import (
+    CacheGroup,
+    CoordinateCodes,
+    KVCaches,
+    PagedBuffer,
+    PagedKVCache,
+    PagedQuantizedCache,
+    PagedStateCache,
+)
 from pdtx.cache.aliasing import share_bytes
 from pdtx.cache.codes import POISON_BYTES, WORDS, Words
 from pdtx.cache.contents import codes_for
@@ -190,6 +198,10 @@ def pair_caches(
     if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer | range):
         raise InputError(f"tokens is a number of tokens or a range of positions, not {tokens!r}")
     tokens = tokens if isinstance(tokens, range) else int(tokens)
+    for cache in (source, destination):
+        cache.require_all_ranks("check_transfer()")
+        if any(isinstance(buffer, PagedQuantizedCache) and buffer.tp_size > 1 for buffer in cache.buffers):
+            raise InputError("check_transfer() compares quantized heads on one rank only; give caches with tp_size 1")
     _check_apart(source, destination)
     here = _sides("source", source, source_blocks, tokens)
     there = _sides("destination", destination, destination_blocks, tokens)

@@ -43,8 +43,10 @@ def tier_caches(
     copy from the cache has the fewest runs, or the cache's own where there is none. Groups of cross attention are there
     but not kept: what the encoder made has no tokens to be named by.
 
-    Raises TierError where block_tokens does not hold whole blocks, or nbytes none; what PagedBuffer raises.
+    Raises TierError where block_tokens does not hold whole blocks, or nbytes none; InputError for a cache of some ranks
+    only; what PagedBuffer raises.
     """
+    like.require_all_ranks("a tier")
     check_block_tokens(like, block_tokens)
     chosen = [_layout_name(buffer, block_tokens, layouts) for buffer in like.buffers]
     sizes = np.zeros(len(like.groups), np.int64)
