@@ -14,6 +14,8 @@ import torch
 import pdtx
 from pdtx.cache import KVCaches
 from pdtx.kvspec import FullAttentionSpec, SlidingWindowSpec
+from tests.engine_pair import wait_until
+from tests.slow_link import slow_proxy
 from tests.state_families import state_cache
 
 ROOT = Path(__file__).parent.parent
@@ -321,6 +323,42 @@ def test_a_closed_receiver_wakes_who_waits(movers: tuple[Any, Any]) -> None:
     receiving.close()
     thread.join(20)
     assert [str(error) for error in errors] == ["the receiver has been closed"]
+
+
+@pytest.mark.parametrize("how", ["leave", "deadline"])
+def test_nothing_is_written_once_a_receiver_is_closed(how: str) -> None:
+    """In the middle of a payload, over a link of 900 kB/s: the memory is the caller's again."""
+    movers = pdtx.transport("tcp"), pdtx.transport("tcp")
+    spec = pdtx.spec_of(num_layers=2, num_kv_heads=4, head_size=64, dtype="bfloat16", block_size=16)
+    source, destination = (pdtx.cache_of(spec, "flash_attn_nhd", num_blocks=120) for _ in range(2))
+    blocks, memory = list(range(1, 120)), destination.buffers[0].memory
+    source.buffers[0].memory.fill_(7)
+    plan = pdtx.plan(source, blocks, destination, blocks, np.int64(len(blocks) * 16))
+    errors = list[BaseException]()
+
+    def sending(ticket: pdtx.Ticket) -> None:
+        try:
+            pdtx.send(movers[0], ticket, plan, source, timeout_s=20)
+        except pdtx.PdtxError as error:
+            errors.append(error)
+
+    receiving = pdtx.receive(movers[1], plan, destination, timeout_s=20 if how == "leave" else 0.5)
+    with slow_proxy(receiving.ticket.address) as address:
+        ticket = pdtx.Ticket(address, receiving.ticket.session_id, receiving.ticket.token)
+        sender = threading.Thread(target=sending, args=(ticket,))
+        sender.start()
+        if how == "leave":
+            with receiving:
+                wait_until(lambda: bool((memory == 7).any()), "the first bytes")
+        else:
+            with pytest.raises(pdtx.DeadlineExceeded):
+                receiving.wait()
+        memory.fill_(0x33)
+        sender.join(20)
+        assert len(errors) == 1
+        assert bool((memory == 0x33).all())
+    for one in movers:
+        one.close()
 
 
 def test_memory_that_does_not_fit_is_refused(movers: tuple[Any, Any]) -> None:

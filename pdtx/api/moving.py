@@ -17,6 +17,8 @@ from pdtx.layout import Layout
 from pdtx.transports import Mover, Path, Placement, Region, TransferKey
 
 _TIMEOUT_S = 60.0
+_STOP_S = 30.0
+"""How long a transport that was closed may take to stop writing."""
 AnyCache = KVCaches | AnyMemory | Sequence[AnyMemory]
 """A cache of one buffer, or the memory of its ranks."""
 
@@ -40,12 +42,17 @@ class Sent:
 
 
 class Receiving:
-    """One transfer that is expected; made by receive(). ticket: for the sender. Close it, or use it in a with."""
+    """One transfer that is expected; made by receive(). ticket: for the sender. Close it, or use it in a with.
+
+    Once it is closed, or wait() has raised, nothing is written into the memory any more: a transport in the middle of a
+    payload is closed for that.
+    """
 
     def __init__(self, transport: Mover, plan: Plan, regions: Sequence[Region], address: str, timeout_s: float) -> None:
         self._regions, self._deadline, self._timeout_s = regions, time.monotonic() + timeout_s, timeout_s
+        self._transport = transport
         self._plans = {_key(rank): rank for rank in plan.ranks}
-        self._placed, self._done = set[TransferKey](), set[TransferKey]()
+        self._placed, self._ended, self._done = set[TransferKey](), set[TransferKey](), set[TransferKey]()
         self._error: PdtxError | None = None
         self._changed = threading.Condition()
         session, token = secrets.token_hex(8), secrets.token_bytes(32)
@@ -57,17 +64,28 @@ class Receiving:
         with self._changed:
             left = max(0.0, self._deadline - time.monotonic())
             arrived = self._changed.wait_for(lambda: self._error or len(self._done) == len(self._plans), left)
-            if self._error is not None:
-                raise self._error
-            if not arrived:
+            error = self._error
+            if error is None and not arrived:
                 detail = f"{len(self._done)} of {len(self._plans)} payloads have arrived"
-                raise DeadlineExceeded("the payload", "the sender", self._timeout_s, detail)
+                error = DeadlineExceeded("the payload", "the sender", self._timeout_s, detail)
+        if error is not None:
+            self.close()
+            raise error
 
     def close(self) -> None:
-        """Admit and place nothing any more."""
+        """Admit and place nothing any more, and return once nothing is being written. Idempotent.
+
+        Raises DeadlineExceeded for a transport that does not stop writing.
+        """
         with self._changed:
             self._error = self._error or TransferError("the receiver has been closed")
             self._changed.notify_all()
+            writing = self._placed != self._ended
+        if writing:
+            self._transport.close()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._placed == self._ended, _STOP_S):
+                raise DeadlineExceeded("the end of a payload that is being written", "the transport", _STOP_S)
 
     def __enter__(self) -> Self:
         return self
@@ -97,6 +115,7 @@ class Receiving:
     def placed(self, session_id: str, key: TransferKey, nbytes: int, error: PdtxError | None) -> None:
         """Learn that a payload has arrived, or failed."""
         with self._changed:
+            self._ended.add(key)
             if error is None:
                 self._done.add(key)
             else:

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from pdtx.api.specs import ModelSpec
+from pdtx.arguments import integer
 from pdtx.cache import KVCaches
 from pdtx.errors import InputError
 from pdtx.kvspec import KVCacheSpec, StateSharding
@@ -14,6 +15,7 @@ from pdtx.layout import Layout
 from pdtx.parallel import Box, RankTransfer, transfers
 from pdtx.plan import Endpoint, TransferPlan, build_plan
 from pdtx.plan.runs import Int64s, Slices
+from pdtx.protocol import MAX_COUNT
 
 Blocks = Sequence[int] | Int64s
 
@@ -104,7 +106,7 @@ def plan(
         _Side.of(source, source_tp, spec, "source"),
         _Side.of(destination, destination_tp, spec, "destination"),
     )
-    positions = range(tokens) if isinstance(tokens, int) else tokens
+    positions = tokens if isinstance(tokens, range) else range(integer("tokens", tokens, 0, MAX_COUNT))
     ends = Endpoint.of(here.layout, source_blocks), Endpoint.of(there.layout, destination_blocks)
     return Plan(
         tuple(

@@ -257,7 +257,10 @@ def _sides(name: str, caches: KVCaches, tables: Tables, tokens: int | range) -> 
 
 def _table(what: str, given: Table) -> Int64s:
     """Return a block table as an array; a tensor of any device is one, too. Raises InputError for what is no ids."""
-    array = given.cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    try:
+        array = given.cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    except (ValueError, TypeError) as error:  # lists of different lengths, for example
+        raise InputError(f"{what}: a block table is a list of ids: {error}") from None
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InputError(f"{what}: a block table is a list of ids, not {array.dtype} of shape {array.shape}")
     return array.astype(np.int64)

@@ -81,7 +81,7 @@ class EngineTable:
     def add(self, session: Session) -> None:
         """Admit a session's data connections from now on. Those that it takes the place of have been dropped."""
         if session.match.not_sent:
-            logger.info("%s has %s, not transferred here", session.name, session.match.not_sent_text)
+            logger.warning("%s has %s, not transferred here", session.name, session.match.not_sent_text)
         engine = self._engines.get(_key(session))
         if engine is None:
             src_tp, kept = session.match.producer.tp_size, _kept(session)

@@ -74,7 +74,7 @@ class SessionOpener:
         """Open the data connection of a session, if anything moves. agree: called when the caches match."""
         match = match_welcome(welcome, self._facts)
         if match.not_sent:
-            logger.info("not transferred to %s: %s", welcome.engine_id, match.not_sent_text)
+            logger.warning("not transferred to %s: %s", welcome.engine_id, match.not_sent_text)
         endpoint = choose_endpoint(welcome, self._mover.name) if match.moves_anything else None
         agree()
         if endpoint is None:
