@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def plan(
     source_blocks: Blocks,
     destination: Layout | KVCaches,
     destination_blocks: Blocks,
-    tokens: int | range,
+    tokens: SupportsIndex | range,
     *,
     source_tp: int | None = None,
     destination_tp: int | None = None,
