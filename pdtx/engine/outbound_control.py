@@ -302,7 +302,7 @@ class OutboundControl:
         for move in match.moves if positions else ():
             piece = Piece(leg, leg.attempt, route, match, move, range(ours, ours + 1), positions, ready.fence)
             try:
-                if leg.has_arrived(piece.key):
+                if leg.arrived is not None and leg.has_arrived(piece.key):
                     continue
             except ProtocolError as error:
                 self.end(request, error)
