@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdtx.kvspec import KVCacheSpec, StateSharding
-from pdtx.layout import Layout, StridedLayout
+from pdtx.layout import Layout, QuantizedLayout, RecordLayout, StridedLayout
 from pdtx.parallel import RankTransfer, transfers
 from pdtx.plan import Endpoint, Runs, Slices, TransferPlan, build_plan
 
@@ -162,10 +162,32 @@ class Scene:
 
 def views(memory: Cells, layout: Layout) -> dict[str, Cells]:
     """Return each part of a layout as (layer, block, place, unit, inner, byte), writable; keys and values apart."""
+    if isinstance(layout, QuantizedLayout):
+        return dict(_quantized_views(memory, layout.whole))
     return {
         name: np.lib.stride_tricks.as_strided(memory[offset:], *_strides(strided))
         for name, offset, strided in _parts(layout)
     }
+
+
+_NVFP4_RECORD, _NVFP4_ELEMENTS = 9, 8
+"""Of so many bytes of a head, so many are elements, and the rest scales."""
+
+
+def _quantized_views(memory: Cells, pages: RecordLayout) -> Iterator[tuple[str, Cells]]:
+    """Elements of all tokens and heads of K or V of a page, then the scales of all: told by the pages alone."""
+    record = pages.extent("byte")
+    elements = record // _NVFP4_RECORD * _NVFP4_ELEMENTS
+    scales_at = pages.extent("token") * pages.extent("head") * elements
+    axes = ["layer", "block", "token", "head"]
+    for part, at, nbytes in (("elements", 0, elements), ("scales", scales_at, record - elements)):
+        strides = [pages.stride(name) for name in axes[:2]]
+        strides += [pages.stride(name) // record * nbytes for name in axes[2:]]
+        shape = [pages.extent(name) for name in axes] + [nbytes, 1]
+        for kv, name in enumerate(("key", "value")):
+            first = memory[at + kv * pages.stride("kv") :]
+            cells = [stride * _CELL for stride in (*strides, 1, 1)]
+            yield f"{part} {name}", np.lib.stride_tricks.as_strided(first, shape, cells)
 
 
 def _parts(layout: Layout) -> Iterator[tuple[str, int, StridedLayout]]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdtx.errors import LayoutError
 from pdtx.kvspec import (
+    TURBOQUANT_PRESETS,
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -25,6 +26,7 @@ from pdtx.kvspec import (
     SlidingWindowSpec,
     StateSharding,
     TQFullAttentionSpec,
+    TurboQuantSlot,
     dtype_size,
 )
 from pdtx.layout import ELEMENT_ORDERS, PARTED_ORDERS, RECORD_ORDERS, STATE_ORDERS, Layout, any_layout
@@ -51,6 +53,11 @@ class Kind:
     tokens_per_step: int = 1
     together: bool = False
     sharding: StateSharding | None = None
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank keeps all of it."""
+        return all(content.replicated for content in self.contents.values())
 
     @property
     def degrees(self) -> list[int]:
@@ -171,9 +178,10 @@ def _whole_blocks(draw: st.DrawFn) -> Kind:
 
 def _per_token_head(draw: st.DrawFn) -> Kind:
     heads, size = _heads(draw), draw(st.sampled_from([1, 4, 6]))
-    fields: dict[str, Any] = {
-        "num_kv_heads": heads, "head_size": size, "dtype": "int8", "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD
-    }  # fmt: skip
+    dtype, mode = draw(st.sampled_from([
+        ("int8", KVQuantMode.INT8_PER_TOKEN_HEAD), ("uint8", KVQuantMode.FP8_PER_TOKEN_HEAD)
+    ]))  # fmt: skip
+    fields: dict[str, Any] = {"num_kv_heads": heads, "head_size": size, "dtype": dtype, "kv_quant_mode": mode}
     return Kind(
         lambda block_size: FullAttentionSpec(block_size=block_size, **fields),
         _records("per_token_head"),
@@ -182,7 +190,8 @@ def _per_token_head(draw: st.DrawFn) -> Kind:
 
 
 def _turboquant(draw: st.DrawFn) -> Kind:
-    heads, slot = _heads(draw), draw(st.sampled_from([2, 6, 14]))
+    slots = [TurboQuantSlot(preset=preset, head_size=8).slot_bytes_aligned for preset in TURBOQUANT_PRESETS]
+    heads, slot = _heads(draw), draw(st.sampled_from([2, *slots]))
     fields: dict[str, Any] = {"num_kv_heads": heads, "head_size": 8, "dtype": "uint8", "tq_slot_size": slot}
     return Kind(
         lambda block_size: TQFullAttentionSpec(block_size=block_size, **fields),
@@ -245,7 +254,7 @@ def _states(draw: st.DrawFn) -> Kind:
     sharding = StateSharding(
         conv=tuple(
             tuple(
-                Segment(name=f"segment {place}", channels=units * width, units=units)
+                Segment(name=f"segment{place}", channels=units * width, units=units)
                 for place, (units, width) in enumerate(s)
             )
             for s in convs
@@ -277,7 +286,7 @@ KINDS: Mapping[str, Callable[[st.DrawFn], Kind]] = {
 
 
 @dataclass(frozen=True)
-class _Page:
+class Page:
     """A kernel's page and how many make one of the manager's blocks: steps of the positions' axis."""
 
     steps: int
@@ -289,7 +298,7 @@ def scenes(draw: st.DrawFn, name: str | None = None) -> Scene:
     """One transfer of a kind of KINDS, or of any."""
     name = name or draw(st.sampled_from(sorted(KINDS)))
     kind = KINDS[name](draw)
-    pages = draw(_pages(kind))
+    pages = draw(pages_of(kind))
     tps = [draw(st.sampled_from(kind.degrees)) for _ in range(2)]
     layers = [draw(st.integers(1, 3)) for _ in range(2)]
     tokens = draw(_tokens(kind, pages))
@@ -318,22 +327,22 @@ def _events(scene: Scene) -> list[str]:
 
 
 @st.composite
-def _pages(draw: st.DrawFn, kind: Kind) -> tuple[_Page, _Page]:
+def pages_of(draw: st.DrawFn, kind: Kind) -> tuple[Page, Page]:
     """Pages of which one divides the other; the manager's blocks need not."""
     if kind.sharding is not None:
-        return _Page(1, 1), _Page(1, 1)
+        return Page(1, 1), Page(1, 1)
     small = draw(st.sampled_from([1, 2, 3, 4]))
     factor = draw(st.sampled_from([1] * 8 + [2])) if kind.together else draw(st.sampled_from([1, 2, 3, 4]))
     sizes = (small, small * factor)
     if draw(st.booleans()):
         sizes = (sizes[1], sizes[0])
     counts = (draw(st.sampled_from([1, 1, 2, 3])) for _ in range(2))
-    src, dst = (_Page(size, count) for size, count in zip(sizes, counts, strict=True))
+    src, dst = (Page(size, count) for size, count in zip(sizes, counts, strict=True))
     return src, dst
 
 
 @st.composite
-def _tokens(draw: st.DrawFn, kind: Kind, pages: tuple[_Page, _Page]) -> range:
+def _tokens(draw: st.DrawFn, kind: Kind, pages: tuple[Page, Page]) -> range:
     """Positions of a whole request, of a part, or those that a decoder still needs."""
     if kind.sharding is not None:
         return range(draw(st.sampled_from([0, 0, 0, 1])), draw(st.sampled_from([1, 1, 1, 2])))
@@ -347,7 +356,7 @@ def _tokens(draw: st.DrawFn, kind: Kind, pages: tuple[_Page, _Page]) -> range:
 
 @st.composite
 def _nodes(
-    draw: st.DrawFn, kind: Kind, page: _Page, tp_size: int, layers: int, tokens: range, random: np.random.Generator
+    draw: st.DrawFn, kind: Kind, page: Page, tp_size: int, layers: int, tokens: range, random: np.random.Generator
 ) -> Node:
     """One side, with the page's kernel blocks and padding as far as the preset can have them."""
     preset = draw(st.sampled_from(kind.presets))
@@ -359,7 +368,7 @@ def _nodes(
     def blocks(steps: int) -> int:
         return -(-tokens.stop // (steps * kind.tokens_per_step)) + extra
 
-    def layout(page: _Page, padding: int | None) -> Layout:
+    def layout(page: Page, padding: int | None) -> Layout:
         steps = page.steps * page.pages
         spec = rank_spec(kind.make(steps * kind.tokens_per_step), tp_size, kind.sharding)
         if padding is not None and isinstance(spec, AttentionSpec | MambaSpec):
@@ -379,13 +388,13 @@ def _nodes(
     event(f"padded: {padding is not None and padding > 0}")
     steps = page.steps * page.pages
     pool = made.parts[0].layout.extent("block") // page.pages
-    table = _table(style, blocks(steps), pool, random)
+    table = table_of(style, blocks(steps), pool, random)
     if trimmed:
         table[: tokens.start // (steps * kind.tokens_per_step)] = 0
     return Node(made, table, tp_size, steps)
 
 
-def _table(style: str, count: int, pool: int, random: np.random.Generator) -> Int64s:
+def table_of(style: str, count: int, pool: int, random: np.random.Generator) -> Int64s:
     ids = np.arange(1, pool, dtype=np.int64)
     if style == "consecutive":
         first = int(random.integers(0, len(ids) - count + 1))
