@@ -65,12 +65,14 @@ class Content:
     """What the whole model keeps in one part of one layer for one step: units that ranks share, each of the same kind.
 
     segments: (units, width) of each run of units; a unit is width steps wide. replicated: whole on every rank.
+    moved_steps: steps, counted from the start of a block, that move together.
     """
 
     inner: int
     itemsize: int
     segments: tuple[tuple[int, int], ...]
     replicated: bool = False
+    moved_steps: int = 1
 
     @property
     def width(self) -> int:
@@ -150,11 +152,12 @@ class Scene:
 
     def expected(self, whole: Mapping[str, Cells], rank: int, tokens: range | None = None) -> Cells:
         """Return what a destination rank holds in the end."""
-        memory, steps = self.poisoned(), self.steps(self.tokens if tokens is None else tokens)
-        block, place = self.dst.places(steps)
+        memory, needed = self.poisoned(), self.steps(self.tokens if tokens is None else tokens)
         layers = slice(self.dst_layer, self.dst_layer + len(self.layers))
         for name, view in views(memory, self.dst.layout).items():
-            held = self.contents[name].on_rank(rank, self.dst.tp_size)
+            held, unit = self.contents[name].on_rank(rank, self.dst.tp_size), self.contents[name].moved_steps
+            steps = (np.unique(needed // unit)[:, None] * unit + np.arange(unit)).reshape(-1)
+            block, place = self.dst.places(steps)
             chosen = whole[name][self.layers.start : self.layers.stop]
             view[layers, block, place] = chosen[:, steps][:, :, held]
         return memory

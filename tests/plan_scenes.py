@@ -201,7 +201,7 @@ def _turboquant(draw: st.DrawFn) -> Kind:
 
 
 def _nvfp4_fields(heads: int) -> dict[str, Any]:
-    return {"num_kv_heads": heads, "head_size": 16, "dtype": "uint8", "kv_quant_mode": KVQuantMode.NVFP4}
+    return {"num_kv_heads": heads, "head_size": 64, "dtype": "uint8", "kv_quant_mode": KVQuantMode.NVFP4}
 
 
 def _in_one_piece(name: str) -> bool:
@@ -213,8 +213,8 @@ def _in_one_piece(name: str) -> bool:
 def _nvfp4(draw: st.DrawFn) -> Kind:
     heads = _heads(draw)
     contents = {
-        f"{part} {which}": Content(size, 1, ((heads, 1),))
-        for part, size in (("elements", 8), ("scales", 1))
+        f"{part} {which}": Content(size, 1, ((heads, 1),), moved_steps=together)
+        for part, size, together in (("elements", 32, 1), ("scales", 4, 4))
         for which in ("key", "value")
     }
     presets = tuple(name for name in _records("nvfp4") if _in_one_piece(name))
@@ -226,7 +226,7 @@ def _nvfp4_in_pieces(draw: st.DrawFn) -> Kind:
     return Kind(
         lambda block_size: FullAttentionSpec(block_size=block_size, **_nvfp4_fields(heads)),
         tuple(name for name in _records("nvfp4") if not _in_one_piece(name)),
-        _key_value(heads, 9, 9, 1),
+        _key_value(heads, 36, 36, 1),
         together=True,
     )
 
@@ -331,7 +331,7 @@ def pages_of(draw: st.DrawFn, kind: Kind) -> tuple[Page, Page]:
     """Pages of which one divides the other; the manager's blocks need not."""
     if kind.sharding is not None:
         return Page(1, 1), Page(1, 1)
-    small = draw(st.sampled_from([1, 2, 3, 4]))
+    small = draw(st.sampled_from([1, 2, 3, 4])) * max(content.moved_steps for content in kind.contents.values())
     factor = draw(st.sampled_from([1] * 8 + [2])) if kind.together else draw(st.sampled_from([1, 2, 3, 4]))
     sizes = (small, small * factor)
     if draw(st.booleans()):

@@ -154,9 +154,11 @@ class SplitScene:
         return memory
 
     def _fill(self, cells: Cells, held: Held, rank: int, layers: Sequence[int], steps: Int64s) -> None:
-        block, place = held.node.places(steps)
         for name, view in views(cells, held.node.layout).items():
             content = self.buffers[held.number].contents[name]
+            unit = content.moved_steps
+            together = (np.unique(steps // unit)[:, None] * unit + np.arange(unit)).reshape(-1)
+            block, place = held.node.places(together)
             units = content.on_rank(rank, held.node.tp_size)
             for layer in layers:
-                view[held.layers.index(layer)][block, place] = self.whole[held.number][name][layer][steps][:, units]
+                view[held.layers.index(layer)][block, place] = self.whole[held.number][name][layer][together][:, units]

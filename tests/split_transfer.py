@@ -85,7 +85,10 @@ class Delivery:
         held, group = self.process.held[index], self._group(index)
         buffer = self.scene.buffers[held.number]
         # What stays together is sent at once: else its second half would bring its first again.
-        unit = buffer.tokens_per_step * held.node.steps_per_page if buffer.together else 1
+        moved = (
+            held.node.steps_per_page if buffer.together else max(each.moved_steps for each in buffer.contents.values())
+        )
+        unit = buffer.tokens_per_step * moved if moved > 1 else 1
         inner = range(unit, buffer.num_tokens, unit)
         cuts = [0, *(cut for cut in inner if self.random.random() < 0.15), buffer.num_tokens]
         parts = [group.ready(buffer.num_tokens, *cut) for cut in pairwise(cuts)]

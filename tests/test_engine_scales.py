@@ -10,7 +10,7 @@ from pdtx.errors import CacheError, LayoutError, VerificationError
 from pdtx.kvspec import AttentionSpec, FullAttentionSpec, KVQuantMode, TQFullAttentionSpec, TurboQuantSlot
 from tests.engine_pair import Pair, begin, produce, require_contents
 
-TOKENS, HEADS, LAYERS, SIZE = 75, 4, 2, 32
+TOKENS, HEADS, LAYERS, SIZE = 75, 4, 2, 64
 
 
 def per_token_head(mode: KVQuantMode, dtype: str) -> Callable[[int], AttentionSpec]:
@@ -66,7 +66,9 @@ def test_elements_and_scales_arrive(mode: str, layout: str, ranks: tuple[int, in
         contents = produce(pair.producer, request, [11, 32])
         ready = pair.next_ready()
         require_contents(pair, ready, contents)
-        assert ready.received_bytes == LAYERS * TOKENS * row_bytes(mode)
+        # Scales of NVFP4 move in groups of 4 tokens: 0 to 12, 8 to 44, 40 to 76 for the three chunks.
+        scales = LAYERS * HEADS * 2 * 4 * (12 + 36 + 36 - TOKENS) if mode == "nvfp4" else 0
+        assert ready.received_bytes == LAYERS * TOKENS * row_bytes(mode) + scales
         pair.finish(ready)
         assert pair.producer.wait(request).text == "done"
 
@@ -132,34 +134,66 @@ def test_what_a_page_beside_the_request_holds_is_looked_at() -> None:
         rows = buffer.canonical(0, last, 20, 21)
         buffer.write_canonical(0, last, 20, rows ^ 1)
         with pytest.raises(
-            VerificationError, match="72 2-byte words outside the request's tokens were written: 72 in buffer"
+            VerificationError, match="152 2-byte words outside the request's tokens were written: 152 in buffer"
         ):
             pair.consumer.verify(ready)
         buffer.write_canonical(0, last, 20, rows)
         pair.finish(ready)
 
 
+def value_scale(caches: KVCaches, table: torch.Tensor, token: int, head: int, scale: int) -> int:
+    """Where vLLM's store kernel puts a scale of a value, as its swizzle_scale_offset has it: the byte of the memory."""
+    (buffer,) = caches.buffers
+    size, scales, place = buffer.block_size, SIZE // 16, token % buffer.block_size
+    line = place // 4 * 4 + scale // (scales // 4)
+    column = scale % (scales // 4) * 4 + place % 4
+    row = head * size + line if "hnd" in buffer.layout.name else line * HEADS + head
+    side = HEADS * size * (SIZE // 2 + scales)
+    return (int(table[token // size]) * 2 + 1) * side + HEADS * size * SIZE // 2 + row * scales + column
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 6, 7, 8, 35])
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)], ids=str)
+def test_value_scales_of_nvfp4_arrive_where_the_kernel_looks_for_them(tokens: int, sizes: tuple[int, int]) -> None:
+    source, there = cache("nvfp4", "flashinfer_nvfp4_nhd", sizes[0]), cache("nvfp4", "flashinfer_nvfp4_hnd", sizes[1])
+    with Pair(source, there, mover="tcp") as pair:
+        request = begin(pair.producer, tokens)
+        table = torch.as_tensor(request.tables[0])
+        produce(pair.producer, request)
+        ready = pair.next_ready()
+        (src,), (dst,) = source.buffers, there.buffers
+        assert isinstance(src, PagedQuantizedCache)
+        (_, told) = src.read(0, table, 0, tokens)
+        for token in range(tokens):
+            for head in range(HEADS):
+                for scale in range(SIZE // 16):
+                    sent = int(src.memory[value_scale(source, table, token, head, scale)])
+                    assert sent == told[1, token, head, scale]
+                    assert dst.memory[value_scale(there, torch.as_tensor(ready.tables[0]), token, head, scale)] == sent
+        pair.finish(ready)
+
+
 class TestMemory:
     def test_nvfp4_lies_as_elements_and_then_scales(self) -> None:
-        """By hand: K of a page is 16 tokens x 4 heads x 16 bytes, and behind that x 2 bytes of scales."""
+        """By hand: K of a page is 16 tokens x 4 heads x 32 bytes, and behind that x 4 bytes of scales."""
         (buffer,) = cache("nvfp4", "flashinfer_nvfp4_nhd").buffers
         assert isinstance(buffer, PagedQuantizedCache)
-        elements, scales = torch.full((2, 1, HEADS, 16), 7, dtype=torch.uint8), torch.full((2, 1, HEADS, 2), 9)
+        elements, scales = torch.full((2, 1, HEADS, 32), 7, dtype=torch.uint8), torch.full((2, 1, HEADS, 4), 9)
         elements[0, 0, 2], scales[0, 0, 2] = 50, 60
         before = buffer.memory.clone()
         buffer.write(0, torch.tensor([3]), 5, elements, scales.to(torch.uint8))
         changed = (buffer.memory != before).nonzero()[:, 0]
-        page, side = 3 * 2 * (16 * HEADS * 18), 16 * HEADS * 18
-        assert buffer.memory[page + (5 * HEADS + 2) * 16] == 50
-        assert buffer.memory[page + 16 * HEADS * 16 + (5 * HEADS + 2) * 2] == 60
-        assert buffer.memory[page + side + (5 * HEADS + 2) * 16] == 7
-        assert len(changed) == 2 * HEADS * 18
+        page, side = 3 * 2 * (16 * HEADS * 36), 16 * HEADS * 36
+        assert buffer.memory[page + (5 * HEADS + 2) * 32] == 50
+        assert buffer.memory[page + 16 * HEADS * 32 + (5 * HEADS + 2) * 4] == 60
+        assert buffer.memory[page + side + (5 * HEADS + 2) * 32] == 7
+        assert len(changed) == 2 * HEADS * 36
 
     def test_other_fields_are_refused(self) -> None:
         (buffer,) = cache("int8", "triton_per_token_head_nhd").buffers
         assert isinstance(buffer, PagedQuantizedCache)
-        with pytest.raises(CacheError, match=r"takes element \(2, 1, 4, 32\), scale \(2, 1, 4, 4\), not"):
-            buffer.write(0, torch.tensor([1]), 0, torch.zeros(2, 1, HEADS, 32, dtype=torch.uint8))
+        with pytest.raises(CacheError, match=r"takes element \(2, 1, 4, 64\), scale \(2, 1, 4, 4\), not"):
+            buffer.write(0, torch.tensor([1]), 0, torch.zeros(2, 1, HEADS, 64, dtype=torch.uint8))
 
     @pytest.mark.parametrize("layout", ["nvfp4_lbnhc", "nvfp4_lhbnc"])
     def test_orders_that_do_not_tell_whose_a_scale_is(self, layout: str) -> None:
@@ -170,3 +204,26 @@ class TestMemory:
         spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16")
         with pytest.raises(LayoutError, match="does not hold quantized heads"):
             PagedQuantizedCache(spec, layout="flash_attn_nhd", num_layers=1, num_blocks=2)
+
+    def test_a_probe_names_the_byte(self) -> None:
+        (buffer,) = (caches := cache("int8", "triton_per_token_head_nhd")).buffers
+        assert isinstance(buffer, PagedQuantizedCache)
+
+        def flipped(name: str, block: int, *fields: torch.Tensor) -> None:
+            layer = buffer.layer_names.index(name)
+            buffer.write(layer, torch.tensor([block]), 0, fields[0], fields[1].flip(1))
+
+        with pytest.raises(
+            LayoutError, match=r"layer 0 K token 0 head 0 scale byte 0 \(block 3\) holds what was .*token 15"
+        ):
+            caches.probe(flipped, 3)
+
+    def test_a_probe_passes(self) -> None:
+        for mode, (_, layout, _) in MODES.items():
+            (buffer,) = (caches := cache(mode, layout)).buffers
+            assert isinstance(buffer, PagedQuantizedCache)
+
+            def right(name: str, block: int, *fields: torch.Tensor, buffer: PagedQuantizedCache = buffer) -> None:
+                buffer.write(buffer.layer_names.index(name), torch.tensor([block]), 0, *fields)
+
+            caches.probe(right, 3)

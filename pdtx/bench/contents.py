@@ -97,7 +97,7 @@ class BufferContents:
         parts = self._memory.layout.parts
         kvs = range(parts[0].layout.by_name["kv"].extent if self._kind == "kv" else 1)
         return tuple(
-            Plane(self._memory, part, layer, kv, number + kv)
+            Plane(self._memory, part, layer, kv, number * len(kvs) + kv)
             for layer in range(len(self._layers))
             for number, part in enumerate(parts)
             for kv in kvs
@@ -225,7 +225,7 @@ class BufferContents:
         position = (chunk.first_step + block * chunk.per_block + chunk.steps.start + step) * token
         at = Coordinate(
             plane.layer,
-            plane.number if self._kind == "kv" else 0,
+            plane.kv,
             position,
             self._first_head + place.heads.start + head,
             element if self._kind != "state" else element * item,

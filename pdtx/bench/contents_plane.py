@@ -33,12 +33,12 @@ class Chunk:
 class Plane:
     """K, V or another part of one layer: (block steps, token steps, heads, ...) in the widest words there are.
 
-    number: 0 for K and 1 for V, or the part's. row_bytes: of a head of a token; of all of a state.
+    number: another one for each part, and for K and V of it. row_bytes: of a head of a token; of all of a state.
     """
 
     def __init__(self, memory: RankMemory, part: Part, layer: int, kv: int, number: int) -> None:
         layout = part.layout
-        axes, self.layer, self.number, self.itemsize = layout.by_name, layer, number, layout.itemsize
+        axes, self.layer, self.kv, self.number, self.itemsize = layout.by_name, layer, kv, number, layout.itemsize
         outer = ["block", *(name for name in ("token", "head") if name in axes and "token" in axes)]
         # By name, not by their places in memory: both sides must mean the same element by the same number.
         inner = sorted(set(axes) - {*outer, "layer", "kv"}, reverse=True)

@@ -292,16 +292,22 @@ class PagedBuffer(ABC):
         if len(outside):
             raise CacheError(f"buffer {self.name}: block {int(outside[0])} is none of 1..{self.num_blocks - 1}")
 
-    def unpoisoned(self, block_ids: torch.Tensor, from_position: int = 0) -> int:
+    def unpoisoned(self, block_ids: torch.Tensor, from_position: int = 0, to_position: int | None = None) -> int:
         """Count the 2-byte words that are not POISON in blocks, over all ranks.
 
-        from_position: positions at the start of each block that are left out.
+        from_position, to_position: positions of each block that are looked at. Of tokens that only move together none
+        is, unless all are.
         """
         steps, count, size = self._steps(block_ids), self.layout.blocks_per_manager_block, self.layout.block_size
-        per_step, found = self.layout.parts[0].layout.tokens_per_step, 0
+        until, found = self.block_size if to_position is None else to_position, 0
         for place in range(count):
-            first = ceil_div(min(max(from_position - place * size, 0), size), per_step)
-            found += sum(part.count(steps[place::count], first) for rank in self.ranks for part in rank.poisoned)
+            first, stop = (min(max(position - place * size, 0), size) for position in (from_position, until))
+            for rank in self.ranks:
+                for part, poisoned in zip(rank.layout.parts, rank.poisoned, strict=True):
+                    unit = max(part.layout.tokens_per_step, part.layout.tokens_together)
+                    per_unit = unit // part.layout.tokens_per_step
+                    inside = slice(ceil_div(first, unit) * per_unit, stop // unit * per_unit)
+                    found += poisoned.count(steps[place::count], inside)
         return found
 
     def written_blocks(self) -> torch.Tensor:

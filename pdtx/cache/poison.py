@@ -55,11 +55,11 @@ class PoisonedPart:
     def _of_blocks(self, fill: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         return self._fill if self._fill.dim() == 0 else fill[:, steps]
 
-    def count(self, steps: torch.Tensor, first: int) -> int:
-        """Count the words that differ in steps of the block axis, from token step first of each on."""
+    def count(self, steps: torch.Tensor, inside: slice) -> int:
+        """Count the words that differ in steps of the block axis, in some token steps of each."""
         fill = self._of_blocks(self._fill.expand_as(self.view), steps)
-        found = self.view[:, steps, first:]
-        return int((found != (fill if fill.dim() == 0 else fill[:, :, first:])).sum())
+        found = self.view[:, steps, inside]
+        return int((found != (fill if fill.dim() == 0 else fill[:, :, inside])).sum())
 
     def written(self) -> torch.Tensor:
         """Which steps of the block axis hold anything else: bool, (steps,). Reads the part once."""

@@ -105,6 +105,9 @@ class _Numbering:
         if self.naming.kind == "record":
             per_vector = self.buffer.block_size // self.shapes[0][0]
             at = [at[0] * per_vector, 0, at[1]]
+        if self.naming.fields:  # (planes, tokens, heads, bytes of a field)
+            tensor, token, head, byte = at[0], at[1], at[2], at[3] + sum(shape[-1] for shape in self.shapes[:tensor])
+            return str(Coordinate(layer, tensor, token, head, byte, self.naming))
         token, head, channel = at
         return str(Coordinate(layer, tensor, token, head, channel, self.naming))
 
@@ -112,7 +115,7 @@ class _Numbering:
 def probe_buffer(buffer: PagedBuffer, group: str, write: WriteBlock, block: int) -> None:
     """Probe one buffer, see KVCaches.probe. group: the name of its group."""
     tensors = buffer.block_tensors()
-    naming = Naming(buffer.name, group, buffer.layer_names, buffer.kind, 1)
+    naming = Naming(buffer.name, group, buffer.layer_names, buffer.kind, 1, fields=buffer.row_fields)
     numbering = _Numbering(buffer, naming, tuple(s for s, _ in tensors), tuple(d for _, d in tensors))
     ids = torch.tensor([block], device=buffer.device)
     before = buffer.save_blocks(ids)

@@ -11,7 +11,7 @@ from pdtx.cache.tokens import put_tokens, take_tokens
 from pdtx.cache.verify import Kind
 from pdtx.errors import CacheError, LayoutError
 from pdtx.kvspec import TURBOQUANT_PRESETS, AttentionSpec, TQFullAttentionSpec, TurboQuantSlot
-from pdtx.layout import QuantizedLayout, RecordLayout
+from pdtx.layout import VALUE_SCALE_GROUP, QuantizedLayout, RecordLayout
 from pdtx.parallel import heads_of_rank
 from pdtx.units import ceil_div
 
@@ -96,8 +96,9 @@ class PagedQuantizedCache(PagedBuffer):
         steps = self._steps(block_ids)
         for own, layers in zip(self._heads, self._views, strict=True):
             for kv, views in enumerate(layers[layer]):
-                for view, rows in zip(views, fields, strict=True):
-                    put_tokens(view, steps, start, rows[kv][:, own.start : own.stop])
+                for number, (view, rows) in enumerate(zip(views, fields, strict=True)):
+                    put = _put_value_scales if self._interleaved(kv, number) else put_tokens
+                    put(view, steps, start, rows[kv][:, own.start : own.stop])
 
     def read(self, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """Return copies of what write() takes. Raises CacheError if blocks are too few, or not all ranks are here."""
@@ -109,11 +110,18 @@ class PagedQuantizedCache(PagedBuffer):
     def _rows(self, place: int, layer: int, block_ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return what a rank here holds of tokens start..stop: (planes, T, its heads, bytes of a head)."""
         steps = self._steps(block_ids)
-        planes = [
-            torch.cat([take_tokens(view, steps, start, stop) for view in views], -1)
-            for views in self._views[place][layer]
-        ]
+        planes = list[torch.Tensor]()
+        for kv, views in enumerate(self._views[place][layer]):
+            takes = [
+                _take_value_scales if self._interleaved(kv, number) else take_tokens for number in range(len(views))
+            ]
+            found = [take(view, steps, start, stop) for take, view in zip(takes, views, strict=True)]
+            planes.append(torch.cat(found, -1))
         return torch.stack(planes)
+
+    def _interleaved(self, kv: int, number: int) -> bool:
+        """Whether a field of K (0) or V (1) does not lie token by token."""
+        return isinstance(self.layout, QuantizedLayout) and kv == 1 and self.fields[number].name == "scale"
 
     def block_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of each field of a block, see PagedBuffer."""
@@ -170,6 +178,26 @@ class PagedQuantizedCache(PagedBuffer):
             copies = [self._rows(one, layer, block_ids, start, stop) for one in (owner, place)]
             differing += int(torch.ne(*copies).sum())
         return differing
+
+
+def _take_value_scales(view: torch.Tensor, steps: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """take_tokens() of NVFP4's value scales: (T, heads, scales), each token's own."""
+    first = start // VALUE_SCALE_GROUP * VALUE_SCALE_GROUP
+    rows = take_tokens(view, steps, first, ceil_div(stop, VALUE_SCALE_GROUP) * VALUE_SCALE_GROUP)
+    # In memory: (groups, quarters of a token's scales, heads, scales of a quarter, tokens of a group).
+    groups, scales = rows.shape[0] // VALUE_SCALE_GROUP, rows.shape[-1] // VALUE_SCALE_GROUP
+    grouped = rows.view(groups, VALUE_SCALE_GROUP, rows.shape[1], scales, VALUE_SCALE_GROUP)
+    return grouped.permute(0, 4, 2, 1, 3).reshape(rows.shape)[start - first : stop - first]
+
+
+def _put_value_scales(view: torch.Tensor, steps: torch.Tensor, start: int, rows: torch.Tensor) -> None:
+    """put_tokens() of NVFP4's value scales: those of other tokens in the first and the last group are kept."""
+    first, stop = start // VALUE_SCALE_GROUP * VALUE_SCALE_GROUP, start + len(rows)
+    scales = _take_value_scales(view, steps, first, ceil_div(stop, VALUE_SCALE_GROUP) * VALUE_SCALE_GROUP)
+    scales[start - first : stop - first] = rows
+    groups, per_quarter = scales.shape[0] // VALUE_SCALE_GROUP, scales.shape[-1] // VALUE_SCALE_GROUP
+    grouped = scales.reshape(groups, VALUE_SCALE_GROUP, scales.shape[1], VALUE_SCALE_GROUP, per_quarter)
+    put_tokens(view, steps, first, grouped.permute(0, 3, 2, 4, 1).reshape(scales.shape))
 
 
 def _fields(spec: AttentionSpec, layout: RecordLayout | QuantizedLayout) -> tuple[QuantizedField, ...]:

@@ -252,8 +252,8 @@ class Verifier:
         """
         buffer, group = subject.buffer, subject.buffer.group
 
-        def count(ids: Int64s, from_position: int = 0) -> int:
-            return buffer.unpoisoned(torch.as_tensor(ids, device=buffer.device), from_position)
+        def count(ids: Int64s, from_position: int = 0, to_position: int | None = None) -> int:
+            return buffer.unpoisoned(torch.as_tensor(ids, device=buffer.device), from_position, to_position)
 
         strays = 0
         if isinstance(self._pool, GroupAllocator) and self._cache.owned:
@@ -276,7 +276,7 @@ class Verifier:
         # A tier's first block brings the positions before along.
         if before and request.fetched.num_tokens <= positions.start and positions.start // size >= kept:
             first = subject.table[positions.start // size :][:1]
-            strays += count(first) - count(first, before)
+            strays += count(first, 0, before)
         if after and positions.stop // size >= kept:
             strays += count(subject.table[-1:], after)
         return strays

@@ -25,7 +25,7 @@ from pdtx.layout.presets import (
     layout_name,
     preset_name,
 )
-from pdtx.layout.quantized import QuantizedLayout
+from pdtx.layout.quantized import VALUE_SCALE_GROUP, QuantizedLayout
 from pdtx.layout.records import RecordLayout, make_record_layout
 from pdtx.layout.states import ConvStateLayout, HeadStateLayout, StateLayout, make_state_layout
 from pdtx.layout.strided import Axis, StridedLayout
@@ -37,6 +37,7 @@ __all__ = [
     "PARTED_ORDERS",
     "RECORD_ORDERS",
     "STATE_ORDERS",
+    "VALUE_SCALE_GROUP",
     "AnyLayout",
     "Axis",
     "ConvStateLayout",

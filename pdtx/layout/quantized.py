@@ -8,6 +8,11 @@ from pdtx.layout.base import Layout, Part
 from pdtx.layout.records import RecordLayout
 from pdtx.layout.strided import Axis
 
+VALUE_SCALE_GROUP = 4
+"""Tokens whose value scales of a head lie interleaved (vLLM's swizzle_scale_offset, as TRT-LLM's kernels read them)."""
+
+_ELEMENTS_OF_A_SCALE = 16
+
 
 @dataclass(frozen=True)
 class QuantizedLayout(Layout):
@@ -39,21 +44,24 @@ def split_scales(whole: RecordLayout, spec: KVCacheSpec) -> RecordLayout | Quant
     """Return an NVFP4 layout as its elements and its scales, where K and V of a page each lie in one piece.
 
     Other layouts are returned as they are; of NVFP4 in another order only whole parts of pages can be moved. Source of
-    what lies where: vLLM's _nvfp4_split_data_scale, which has the elements of all tokens and heads of K or V first.
+    what lies where: vLLM's _nvfp4_split_data_scale, which has the elements of all tokens and heads of K or V first, and
+    its swizzle_scale_offset, which needs whole groups of VALUE_SCALE_GROUP tokens and scales of a head.
     """
     inner = [axis.name for axis in whole.axes[-4:]]
     in_one_piece = inner[0] == "kv" and set(inner[1:3]) == {"token", "head"}
     if not isinstance(spec, AttentionSpec) or spec.kv_quant_mode is not KVQuantMode.NVFP4 or not in_one_piece:
         return whole
+    if whole.block_size % VALUE_SCALE_GROUP or spec.head_size % (VALUE_SCALE_GROUP * _ELEMENTS_OF_A_SCALE):
+        return whole
     records = whole.extent("token") * whole.extent("head")
     elements = spec.head_size // 2 * dtype_size(spec.dtype)
     scales = whole.extent("byte") - elements
     first = _narrowed(whole, "elements", elements, 0)
-    second = _narrowed(whole, "scales", scales, records * elements)
+    second = _narrowed(whole, "scales", scales, records * elements, VALUE_SCALE_GROUP)
     return QuantizedLayout(whole.name, first, second, whole.size_bytes, whole)
 
 
-def _narrowed(whole: RecordLayout, name: str, nbytes: int, offset: int) -> Part:
+def _narrowed(whole: RecordLayout, name: str, nbytes: int, offset: int, together: int = 1) -> Part:
     """Return the part of all records' elements or scales: as if nothing else lay in a page's K and V."""
     record = whole.extent("byte")
     axes = tuple(
@@ -66,5 +74,6 @@ def _narrowed(whole: RecordLayout, name: str, nbytes: int, offset: int) -> Part:
         1,
         whole.size_bytes - offset,
         whole.blocks_per_manager_block,
+        tokens_together=together,
     )
     return Part(name, offset, layout)

@@ -33,12 +33,15 @@ class RecordLayout(StridedLayout):
     opaque: axes whose steps do not lie where the strides say; the box that they span is right only as a whole.
     (DeepSeek V4's view has 584 bytes a token, but in memory all data of a block come first, then all scales.)
     tokens_per_step: tokens for which one step of the token axis stands (compress_ratio).
+    tokens_together: tokens, counted from the start of a block, that share bytes: they move together, though each has a
+    step of its own.
     """
 
     names: ClassVar[tuple[str, ...]] = ("layer", "block", "head", "token", "byte")
 
     opaque: tuple[str, ...] = ("byte",)
     tokens_per_step: int = 1
+    tokens_together: int = 1
 
     def _check_names(self) -> None:
         found = {axis.name for axis in self.axes} - {"kv"}

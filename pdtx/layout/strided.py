@@ -114,6 +114,11 @@ class StridedLayout(Layout):
         return 1
 
     @property
+    def tokens_together(self) -> int:
+        """Tokens that move together, counted from the start of a block: 1, where a class does not say otherwise."""
+        return 1
+
+    @property
     def bytes_per_block(self) -> int:
         """Payload bytes of one step of the block axis in one layer."""
         return self.itemsize * prod(axis.extent for axis in self.axes if axis.name not in OUTSIDE_PAGE)

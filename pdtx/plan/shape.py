@@ -88,7 +88,7 @@ class _PartCopy:
         """The tokens as steps of the token axis; the first and last blocks are taken whole where they must be."""
         layout = self.src_part.layout
         together = whole_blocks(layout, self.dst_part.layout)
-        unit = layout.block_size if together else layout.tokens_per_step
+        unit = layout.block_size if together else max(layout.tokens_per_step, layout.tokens_together)
         steps = unit // layout.tokens_per_step
         tokens = self.tokens
         return range(tokens.start // unit * steps, ceil_div(tokens.stop, unit) * steps) if tokens else range(0)
