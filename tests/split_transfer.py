@@ -41,7 +41,8 @@ class Delivery:
     """One destination process and all source processes: delivers all pieces in any order.
 
     matches: with each source process. plans: as the engine has them, for all of its requests.
-    noticed: those that both sides know of. times: how often these have written each byte of each buffer and rank.
+    begun: pieces on their way, and whether they have arrived without a notice. noticed: those that both sides know of.
+    times: how often these have written each byte of each buffer and rank.
     """
 
     scene: SplitScene
@@ -53,6 +54,7 @@ class Delivery:
     memory: dict[tuple[int, int], Cells] = field(init=False)
     times: dict[tuple[int, int], Cells] = field(init=False)
     noticed: dict[TransferKey, int] = field(default_factory=dict)
+    begun: dict[Piece, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         scene, process = self.scene, self.process
@@ -122,8 +124,8 @@ class Delivery:
         pieces = self.pieces()
         waiting = self._shuffled(pieces)
         for _ in range(losses):
-            begun = self._begin(waiting[: int(self.random.integers(0, len(waiting) + 1))], sources)
-            waiting = self._shuffled(self._resume(pieces, begun))
+            self._begin(waiting[: int(self.random.integers(0, len(waiting) + 1))], sources)
+            waiting = self._shuffled(self._resume(pieces, sources))
         assert not waiting or self.arrivals.missing() is not None
         for piece in waiting:
             self._deliver(piece, sources)
@@ -133,9 +135,8 @@ class Delivery:
     def _shuffled(self, pieces: Sequence[Piece]) -> list[Piece]:
         return [pieces[at] for at in self.random.permutation(len(pieces))]
 
-    def _begin(self, pieces: Sequence[Piece], sources: Sequence[Mapping[tuple[int, int], Cells]]) -> list[Piece]:
-        """Deliver pieces; return those that are cut off in the middle, or whose notice never comes."""
-        begun = list[Piece]()
+    def _begin(self, pieces: Sequence[Piece], sources: Sequence[Mapping[tuple[int, int], Cells]]) -> None:
+        """Deliver pieces, of which some are in the middle, or without their notice, when sessions are lost."""
         for piece in pieces:
             fate = self.random.random()
             if fate < 0.6:
@@ -145,34 +146,53 @@ class Delivery:
             nbytes, _ = self.send(piece, sources[piece.sender], cut=fate > 0.8)
             if fate <= 0.8:
                 self.arrivals.arrive(piece.key, nbytes)
-            begun.append(piece)
-        return begun
+            self.begun[piece] = fate <= 0.8
 
     def _deliver(self, piece: Piece, sources: Sequence[Mapping[tuple[int, int], Cells]]) -> None:
-        key = piece.key
-        move = self.arrivals.expect(key, piece.match)
+        move = self.arrivals.expect(piece.key, piece.match)
         assert piece.match.moves[move] is piece.move
+        self._finish(piece, sources, arrived=False)
+
+    def _finish(
+        self, piece: Piece, sources: Sequence[Mapping[tuple[int, int], Cells]], *, arrived: bool
+    ) -> None:  # fmt: skip
+        """Let a piece that was expected arrive, unless it has, and take the notice of it."""
+        key = piece.key
         nbytes, written = self.send(piece, sources[piece.sender])
-        self.arrivals.arrive(key, nbytes)
+        if not arrived:
+            self.arrivals.arrive(key, nbytes)
         assert self.arrivals.notice(key, nbytes) is Notice.NEW
         assert key not in self.noticed, "what was known to be there was sent again"
         self.noticed[key] = nbytes
         np.add.at(self.times[piece.match.index, piece.move.dst_rank], byte_indices(written), 1)
 
-    def _resume(self, pieces: Sequence[Piece], begun: Sequence[Piece]) -> list[Piece]:
+    def _resume(
+        self, pieces: Sequence[Piece], sources: Sequence[Mapping[tuple[int, int], Cells]]
+    ) -> list[Piece]:  # fmt: skip
         """Lose the sessions with some processes, and return what they and the others still have to send."""
-        senders = {piece.sender for piece in begun}
-        lost = senders | {sender for sender in range(len(self.matches)) if self.random.random() < 0.5}
-        left = list[Piece]()
-        for sender, match in enumerate(self.matches):
-            own = [piece for piece in pieces if piece.sender == sender]
-            missing = [piece for piece in own if piece.key not in self.noticed]
-            if sender in lost:
-                arrived = ArrivedParts(self.arrivals.keep_noticed(match.of_consumer), match, self._stops(match))
-                again = [piece for piece in own if not arrived.covers(piece.key)]
-                assert again == missing, "exactly what nobody knows to be there is sent again"
-            left += missing
-        return left
+        lost = {sender for sender in range(len(self.matches)) if self.random.random() < 0.6}
+        for sender in lost:
+            self._ask_again(sender, [piece for piece in pieces if piece.sender == sender])
+        # The others know nothing of it: what they had begun goes on.
+        for piece, arrived in self.begun.items():
+            if piece.sender not in lost:
+                self._finish(piece, sources, arrived=arrived)
+        self.begun.clear()
+        return [piece for piece in pieces if piece.key not in self.noticed]
+
+    def _ask_again(self, sender: int, pieces: Sequence[Piece]) -> None:
+        """Check what the next session with a process is told to have arrived, and what that makes it send."""
+        match = self.matches[sender]
+        parts = self.arrivals.keep_noticed(match.of_consumer)
+        for part in parts:
+            layers = range(part.layer_start, part.layer_stop)
+            assert set(layers) <= set(match.of_consumer[part.buffer].layer_index.values()), (
+                "layers that another process sends"
+            )
+        arrived = ArrivedParts(parts, match, self._stops(match))
+        again = [piece for piece in pieces if not arrived.covers(piece.key)]
+        missing = [piece for piece in pieces if piece.key not in self.noticed]
+        assert again == missing, "exactly what nobody knows to be there is sent again"
 
     def _stops(self, match: Match) -> list[int]:
         return [self._request(one.index).stop for one in match.buffers]
