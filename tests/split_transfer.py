@@ -41,7 +41,8 @@ class Delivery:
     """One destination process and all source processes: delivers all pieces in any order.
 
     matches: with each source process. plans: as the engine has them, for all of its requests.
-    begun: pieces on their way, and whether they have arrived without a notice. noticed: those that both sides know of.
+    begun: pieces on their way, and the bytes of those that have arrived without a notice. noticed: those that both
+    sides know of.
     times: how often these have written each byte of each buffer and rank.
     """
 
@@ -54,7 +55,7 @@ class Delivery:
     memory: dict[tuple[int, int], Cells] = field(init=False)
     times: dict[tuple[int, int], Cells] = field(init=False)
     noticed: dict[TransferKey, int] = field(default_factory=dict)
-    begun: dict[Piece, bool] = field(default_factory=dict)
+    begun: dict[Piece, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         scene, process = self.scene, self.process
@@ -79,21 +80,18 @@ class Delivery:
     def _positions(self, index: int) -> range:
         buffer = self.scene.buffers[self.process.held[index].number]
         found = self._group(index).uncached(self._request(index), buffer.cached_tokens)
-        assert list(found) == buffer.positions, "positions that a decoder needs and lacks"
+        # Where whole pages move, any position of a page stands for all of it.
+        unit = self.process.held[index].node.steps_per_page * buffer.tokens_per_step if buffer.together else 1
+        sent, needed = ({position // unit for position in some} for some in (found, buffer.positions))
+        assert sent == needed, "positions that a decoder needs and lacks"
         return found
 
-    def _chunks(self, index: int) -> list[range]:
+    def _chunks(self, match: BufferMatch) -> list[range]:
         """Cut the prompt anywhere, and return what is shipped after each chunk of it."""
-        held, group = self.process.held[index], self._group(index)
-        buffer = self.scene.buffers[held.number]
-        # What stays together is sent at once: else its second half would bring its first again.
-        moved = (
-            held.node.steps_per_page if buffer.together else max(each.moved_steps for each in buffer.contents.values())
-        )
-        unit = buffer.tokens_per_step * moved if moved > 1 else 1
-        inner = range(unit, buffer.num_tokens, unit)
-        cuts = [0, *(cut for cut in inner if self.random.random() < 0.15), buffer.num_tokens]
-        parts = [group.ready(buffer.num_tokens, *cut) for cut in pairwise(cuts)]
+        group = self._group(match.index)
+        buffer = self.scene.buffers[self.process.held[match.index].number]
+        cuts = [0, *(cut for cut in range(1, buffer.num_tokens) if self.random.random() < 0.15), buffer.num_tokens]
+        parts = [group.ready(buffer.num_tokens, *cut, match.together) for cut in pairwise(cuts)]
         return [found for part in parts if (found := group.uncached(part, buffer.cached_tokens))]
 
     def pieces(self) -> list[Piece]:
@@ -102,7 +100,7 @@ class Delivery:
             Piece(sender, one, move, layers, positions)
             for sender, match in enumerate(self.matches)
             for one in match.buffers
-            for positions in self._chunks(one.index)
+            for positions in self._chunks(one)
             for layers in self._layers(one)
             for move in one.moves
         ]
@@ -131,6 +129,7 @@ class Delivery:
             self._deliver(piece, sources)
         assert self.arrivals.missing() is None
         assert self.arrivals.unnoticed() is None
+        self._require_counted(0)
 
     def _shuffled(self, pieces: Sequence[Piece]) -> list[Piece]:
         return [pieces[at] for at in self.random.permutation(len(pieces))]
@@ -146,7 +145,7 @@ class Delivery:
             nbytes, _ = self.send(piece, sources[piece.sender], cut=fate > 0.8)
             if fate <= 0.8:
                 self.arrivals.arrive(piece.key, nbytes)
-            self.begun[piece] = fate <= 0.8
+            self.begun[piece] = nbytes if fate <= 0.8 else None
 
     def _deliver(self, piece: Piece, sources: Sequence[Mapping[tuple[int, int], Cells]]) -> None:
         move = self.arrivals.expect(piece.key, piece.match)
@@ -173,12 +172,18 @@ class Delivery:
         lost = {sender for sender in range(len(self.matches)) if self.random.random() < 0.6}
         for sender in lost:
             self._ask_again(sender, [piece for piece in pieces if piece.sender == sender])
+        self._require_counted(sum(nbytes or 0 for piece, nbytes in self.begun.items() if piece.sender not in lost))
         # The others know nothing of it: what they had begun goes on.
-        for piece, arrived in self.begun.items():
+        for piece, nbytes in self.begun.items():
             if piece.sender not in lost:
-                self._finish(piece, sources, arrived=arrived)
+                self._finish(piece, sources, arrived=nbytes is not None)
         self.begun.clear()
         return [piece for piece in pieces if piece.key not in self.noticed]
+
+    def _require_counted(self, unnoticed: int) -> None:
+        """Check what is said of bytes; unnoticed: of pieces that have arrived and of which there was no notice yet."""
+        noticed = sum(self.noticed.values())
+        assert (self.arrivals.received_bytes, self.arrivals.noticed_bytes) == (noticed + unnoticed, noticed)
 
     def _ask_again(self, sender: int, pieces: Sequence[Piece]) -> None:
         """Check what the next session with a process is told to have arrived, and what that makes it send."""

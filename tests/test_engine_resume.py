@@ -6,19 +6,21 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from pdtx.address import parse_address
-from pdtx.cache import KVCaches
+from pdtx.cache import KVCaches, PagedLatentCache
 from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest, facts_of, match_caches
 from pdtx.engine.arrivals import Arrivals, expected_buffers
 from pdtx.engine.outbound_leg import Leg
 from pdtx.errors import PdtxError, PeerLost
+from pdtx.kvspec import MLAAttentionSpec
 from pdtx.protocol import Part
 from pdtx.transports import Connection, Mover, TransferKey, make_mover
+from pdtx.units import round_up
 from tests.engine_pair import (
     OPEN,
     PATIENCE_S,
@@ -34,6 +36,7 @@ from tests.engine_pair import (
 )
 from tests.rank_fleet import Fleet, Remote, until
 from tests.rank_process import Decode, Side
+from tests.test_engine_scales import cache as quantized
 
 ROUNDS = int(os.environ.get("PDTX_RESUME_ROUNDS", "20"))
 LAYERS, CHANNELS, TOKENS, CHUNK = 6, 64, 480, 60
@@ -114,10 +117,12 @@ class ThroughProxies(WrappedMover):
 class Resuming:
     """A producer that resumes, and a consumer, over a proxy that cuts their data connection."""
 
-    def __init__(self, cuts: Sequence[int] = (), *, resumes: bool = True) -> None:
-        self.sources = caches_of(make_cache(num_blocks=100, num_layers=LAYERS, channels=CHANNELS))
-        self.destinations = caches_of(
-            make_cache("flashinfer_hnd", 32, num_blocks=50, num_layers=LAYERS, channels=CHANNELS)
+    def __init__(
+        self, cuts: Sequence[int] = (), *, resumes: bool = True, caches: tuple[KVCaches, KVCaches] | None = None
+    ) -> None:
+        self.sources, self.destinations = caches or (
+            caches_of(make_cache(num_blocks=100, num_layers=LAYERS, channels=CHANNELS)),
+            caches_of(make_cache("flashinfer_hnd", 32, num_blocks=50, num_layers=LAYERS, channels=CHANNELS)),
         )
         self.mover = ThroughProxies(make_mover("tcp"), cuts)
         self.producer = KVProducer(self.sources, describe(self.sources), self.mover, resumes=resumes)
@@ -129,17 +134,17 @@ class Resuming:
     def make_consumer(self) -> KVConsumer:
         return KVConsumer(self.destinations, describe(self.destinations), make_mover("tcp"), verify=True)
 
-    def begin(self, name: str = "r", timeout_s: float = PATIENCE_S) -> OutboundRequest:
-        return self.producer.begin(name, num_tokens=TOKENS, timeout_s=timeout_s)
+    def begin(self, name: str = "r", timeout_s: float = PATIENCE_S, num_tokens: int = TOKENS) -> OutboundRequest:
+        return self.producer.begin(name, num_tokens=num_tokens, timeout_s=timeout_s)
 
     def ready(self) -> InboundRequest:
         ready = self.consumer.next_ready(PATIENCE_S)
         assert ready is not None
         return ready
 
-    def finish(self, ready: InboundRequest) -> None:
+    def finish(self, ready: InboundRequest, compared: int = PAYLOAD // 2) -> None:
         found = self.consumer.verify(ready)
-        assert (found.wrong, found.compared) == (0, PAYLOAD // 2)
+        assert (found.wrong, found.compared) == (0, compared)
         self.consumer.release(ready)
         self.consumer.finish(ready, finished(ready))
         self.consumer.let_go(ready)
@@ -159,8 +164,10 @@ class Resuming:
 
 
 @contextlib.contextmanager
-def resuming(cuts: Sequence[int] = (), *, resumes: bool = True) -> Iterator[Resuming]:
-    pair = Resuming(cuts, resumes=resumes)
+def resuming(
+    cuts: Sequence[int] = (), *, resumes: bool = True, caches: tuple[KVCaches, KVCaches] | None = None
+) -> Iterator[Resuming]:
+    pair = Resuming(cuts, resumes=resumes, caches=caches)
     try:
         yield pair
         wait_until(lambda: all_free(pair.producer.allocator), "the producer's blocks")
@@ -203,6 +210,41 @@ def test_a_cut_at_a_random_point_costs_what_was_under_way(seed: int, under_way: 
         pieces = LAYERS * (len(CHUNKS) + 1)
         assert pair.wire <= PAYLOAD + sum(under_way) + (len(cuts) + 1) * (pieces + 1) * 256 + OVERHEAD
         assert request.nbytes <= PAYLOAD + sum(under_way)
+
+
+def _scales() -> tuple[KVCaches, KVCaches]:
+    return quantized("nvfp4", "flashinfer_nvfp4_nhd", 16), quantized("nvfp4", "flashinfer_nvfp4_hnd", 32)
+
+
+def _whole_blocks() -> tuple[KVCaches, KVCaches]:
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=132, dtype="uint8")
+    source, destination = (
+        PagedLatentCache(spec, layout="deepseek_indexer", num_layers=LAYERS, num_blocks=40) for _ in range(2)
+    )
+    return caches_of(source), caches_of(destination)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("caches", [_scales, _whole_blocks])
+def test_what_moves_together_goes_on_too(
+    caches: Callable[[], tuple[KVCaches, KVCaches]], seed: int, under_way: list[int]
+) -> None:
+    """Bytes of a piece are not those of its tokens, and chunks end in the middle of what moves together."""
+    pairs, chance, tokens = caches(), random.Random(seed), 299
+    (buffer,) = pairs[0].buffers
+    rows = buffer.rows_shape(tokens)
+    payload = buffer.num_layers * rows[0] * rows[1] * rows[2] * rows[3]
+    with resuming([chance.randrange(200, payload)], caches=pairs) as pair:
+        request = pair.begin(num_tokens=tokens)
+        contents = produce(pair.producer, request, [37, 61, 50, 43, 59])
+        ready = pair.ready()
+        require_contents_of(pair.destinations, ready, contents)
+        pair.finish(ready, payload // buffer.itemsize)
+        assert pair.producer.wait(request).text == "done"
+        assert under_way, "nothing was cut"
+        # Every byte once, but for what was under way; a group or block at the end is brought whole.
+        together = next(iter(pair.producer.core.session.route.match.buffers)).together  # type: ignore[union-attr]
+        assert ready.received_bytes <= payload // tokens * round_up(tokens, together)
 
 
 def test_several_requests_go_on_and_what_has_arrived_is_not_sent_again(under_way: list[int]) -> None:

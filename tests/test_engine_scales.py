@@ -66,8 +66,8 @@ def test_elements_and_scales_arrive(mode: str, layout: str, ranks: tuple[int, in
         contents = produce(pair.producer, request, [11, 32])
         ready = pair.next_ready()
         require_contents(pair, ready, contents)
-        # Scales of NVFP4 move in groups of 4 tokens: 0 to 12, 8 to 44, 40 to 76 for the three chunks.
-        scales = LAYERS * HEADS * 2 * 4 * (12 + 36 + 36 - TOKENS) if mode == "nvfp4" else 0
+        # Scales of NVFP4 move in groups of 4 tokens: 0 to 8, 8 to 40, 40 to 76 for the three chunks.
+        scales = LAYERS * HEADS * 2 * 4 * (76 - TOKENS) if mode == "nvfp4" else 0
         assert ready.received_bytes == LAYERS * TOKENS * row_bytes(mode) + scales
         pair.finish(ready)
         assert pair.producer.wait(request).text == "done"

@@ -1,10 +1,11 @@
 """Groups: layers that share block tables and a pool of blocks."""
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
 from pdtx.kvspec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from pdtx.plan import STATE, needed_positions, tokens_per_vector
+from pdtx.plan import STATE, needed_positions, tokens_per_vector, uncached_positions
 from pdtx.units import ceil_div
 
 GroupKind = Literal["full", "window", "chunk", "state", "cross"]
@@ -78,9 +79,11 @@ class CacheGroup:
         needed = self.positions(num_tokens)
         return needed.start if self.counts_tokens and num_tokens else 0
 
-    def ready(self, num_tokens: int, start: int, stop: int) -> range:
+    def ready(self, num_tokens: int, start: int, stop: int, together: int = 1) -> range:
         """Return the positions to ship once tokens start..stop of a prompt of num_tokens are computed.
 
+        together: positions, counted from 0, that a transfer brings all or none of: they wait for the last of them, as
+        else a later chunk would bring the bytes of an earlier one again, and could be overtaken by it.
         Over a prompt's chunks they are disjoint and make up positions(num_tokens).
         """
         if self.kind == "state":
@@ -88,7 +91,9 @@ class CacheGroup:
         if self.kind == "cross":
             return self.positions(num_tokens) if start == 0 and stop > 0 else range(0)
         needed, ratio = self.positions(num_tokens), tokens_per_vector(self.spec)
-        start, stop = start // ratio * ratio, stop // ratio * ratio
+        unit = lcm(ratio, together)
+        start = start // unit * unit
+        stop = stop // ratio * ratio if stop == num_tokens else stop // unit * unit
         first, last = max(start, needed.start), min(stop, needed.stop)
         return range(first, max(first, last))
 
@@ -97,11 +102,9 @@ class CacheGroup:
 
         States and what the encoder made are sent whole.
         """
-        if not self.counts_tokens:
-            return positions
-        ratio = tokens_per_vector(self.spec)
-        first = min(max(positions.start, cached_tokens // ratio * ratio), positions.stop)
-        return range(first, positions.stop) if positions else positions
+        return (
+            uncached_positions(self.spec, positions, cached_tokens) if self.counts_tokens and positions else positions
+        )
 
     def cached_blocks(self, cached_tokens: int) -> int:
         """Return how many blocks of a table hold something of a prompt's first cached_tokens, the last maybe in part.

@@ -92,7 +92,7 @@ class Arrivals:
         """Take the producer's word that key's payload has been delivered. It counts only for what lies here."""
         if not 0 <= key.buffer < len(self._buffers):
             return Notice.UNKNOWN
-        found = self._buffers[key.buffer].notice(key)
+        found = self._buffers[key.buffer].notice(key, nbytes)
         self.noticed_bytes += nbytes if found is Notice.NEW else 0
         return found
 
@@ -106,13 +106,13 @@ class Arrivals:
             buffer = self._buffers[index]
             layers = np.array(match.layers) != ABSENT
             for pair in match.move_index:
-                received, noticed = buffer.forget(pair, layers, None)
+                lost = buffer.forget(pair, layers, noticed=False)
                 kept = buffer.parts(index, pair, layers)
                 if len(parts) + len(kept) > MAX_PARTS:  # it comes again
-                    kept, lost = [], buffer.forget(pair, layers, _NOTICED)
-                    received, noticed = received + lost[0], noticed + lost[1]
-                self.received_bytes -= received
-                self.noticed_bytes -= noticed
+                    kept = []
+                    lost += buffer.forget(pair, layers, noticed=True)
+                self.received_bytes -= sum(piece.nbytes for piece in lost)
+                self.noticed_bytes -= sum(piece.said or 0 for piece in lost)
                 parts += kept
         return parts
 
@@ -129,8 +129,27 @@ class Arrivals:
         return "; ".join(named) if named else None
 
 
+@dataclass
+class _Piece:
+    """A payload that has arrived. said: the bytes that the producer's notice of it names, once that is here.
+
+    A payload's bytes are not those of its slices: what moves by groups of tokens or by whole blocks lies in the
+    payload that brings it, and in none of the others that share it.
+    """
+
+    nbytes: int
+    said: int | None = None
+
+
+_Box = tuple[int, int, int, int]
+
+
+def _box(key: TransferKey) -> _Box:
+    return key.layer_start, key.layer_stop, key.token_start, key.token_stop
+
+
 class _Buffer:
-    """One buffer's slices, apart for each pair of ranks."""
+    """One buffer's slices, and the payloads that brought them, apart for each pair of ranks."""
 
     def __init__(self, facts: ExpectedBuffer, positions: range) -> None:
         self.facts, self._positions = facts, positions
@@ -141,8 +160,7 @@ class _Buffer:
             states[[at for at, comes in enumerate(facts.comes) if not comes]] = _NEVER
         self._total = len(facts.pairs) * sum(facts.comes) * len(positions)
         self._left = self._total
-        self._slice_bytes = dict.fromkeys(facts.pairs, 0)
-        self._nbytes = 0
+        self._pieces: dict[tuple[int, int], dict[_Box, _Piece]] = {pair: {} for pair in facts.pairs}
 
     def expect(self, key: TransferKey, match: BufferMatch) -> int:
         move = match.move_index.get((key.src_rank, key.dst_rank))
@@ -166,35 +184,27 @@ class _Buffer:
         part = self._part(key)
         part[:] = _ARRIVED
         self._left -= part.size
-        self._nbytes += nbytes
-        self._slice_bytes[key.src_rank, key.dst_rank] = nbytes // part.size
+        self._pieces[key.src_rank, key.dst_rank][_box(key)] = _Piece(nbytes)
 
-    def notice(self, key: TransferKey) -> Notice:
-        if (key.src_rank, key.dst_rank) not in self._states or not self._holds(key):
+    def notice(self, key: TransferKey, nbytes: int) -> Notice:
+        piece = self._pieces.get((key.src_rank, key.dst_rank), {}).get(_box(key))
+        if piece is None:
             return Notice.UNKNOWN
-        part = self._part(key)
-        if (part == _NOTICED).all():
+        if piece.said is not None:
             return Notice.DUPLICATE
-        if (part != _ARRIVED).any():
-            return Notice.UNKNOWN
-        part[:] = _NOTICED
+        piece.said = nbytes
+        self._part(key)[:] = _NOTICED
         return Notice.NEW
 
-    def forget(self, pair: tuple[int, int], layers: npt.NDArray[np.bool_], state: int | None) -> tuple[int, int]:
-        """Forget what has arrived of some layers in a state (None: all but what was noticed); return its bytes.
-
-        The bytes of what had arrived, and of those what had been noticed.
-        """
-        states = self._states[pair]
-        chosen = (states == state) if state is not None else (states == _EXPECTED) | (states == _ARRIVED)
+    def forget(self, pair: tuple[int, int], layers: npt.NDArray[np.bool_], *, noticed: bool) -> list[_Piece]:
+        """Forget what has come of some layers: of what was noticed, or all else; return what had arrived of it."""
+        states, pieces = self._states[pair], self._pieces[pair]
+        chosen = states == _NOTICED if noticed else (states == _EXPECTED) | (states == _ARRIVED)
         chosen &= layers[:, None]
-        arrived = int((states[chosen] >= _ARRIVED).sum())
-        noticed = int((states[chosen] == _NOTICED).sum())
+        self._left += int((states[chosen] >= _ARRIVED).sum())
         states[chosen] = _ABSENT
-        size = self._slice_bytes[pair]
-        self._left += arrived
-        self._nbytes -= arrived * size
-        return arrived * size, noticed * size
+        lost = [box for box, piece in pieces.items() if layers[box[0]] and (piece.said is not None) == noticed]
+        return [pieces.pop(box) for box in lost]
 
     def parts(self, index: int, pair: tuple[int, int], layers: npt.NDArray[np.bool_]) -> list[Part]:
         """Return what was noticed of some layers: of each layer runs of positions as long as they are.
@@ -238,7 +248,7 @@ class _Buffer:
             return None
         facts = self.facts
         where = f"group {facts.group_name}, buffer {facts.name}"
-        if not self._nbytes:
+        if not any(self._pieces.values()):
             return f"{where}: 0 of {self._nbytes_expected()} bytes arrived"
         first = self._first({pair: states < _ARRIVED for pair, states in self._states.items()})
         return f"{where}: {self._left} of {self._total} layer x position slices have not arrived, {first}"

@@ -14,6 +14,7 @@ from pdtx.kvspec import StateSharding
 from pdtx.layout import Layout
 from pdtx.parallel import RankTransfer, audit_moves, transfers
 from pdtx.plan import Endpoint, PlanCache, TransferPlan, build_plan
+from pdtx.plan.match import positions_together
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import GroupDescription
 from pdtx.text import printable
@@ -69,6 +70,11 @@ class BufferMatch:
     def move_index(self) -> dict[tuple[int, int], int]:
         """From (source rank, destination rank) to the place in moves."""
         return {(move.src_rank, move.dst_rank): place for place, move in enumerate(self.moves)}
+
+    @cached_property
+    def together(self) -> int:
+        """Positions that are sent at once, see pdtx.plan.match.positions_together."""
+        return positions_together(self.producer.layout, self.consumer.layout)
 
     @cached_property
     def layer_index(self) -> dict[int, int]:

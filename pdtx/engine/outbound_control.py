@@ -297,7 +297,7 @@ class OutboundControl:
         if route is None or match is None or ours is None or leg.grant is None:
             return
         group = self.cache.groups[match.producer_group]
-        computed = group.ready(request.num_tokens, ready.start, ready.stop)
+        computed = group.ready(request.num_tokens, ready.start, ready.stop, match.together)
         positions = group.uncached(computed, leg.grant.cached_tokens)
         for move in match.moves if positions else ():
             piece = Piece(leg, leg.attempt, route, match, move, range(ours, ours + 1), positions, ready.fence)

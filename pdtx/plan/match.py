@@ -1,6 +1,7 @@
 """Match the parts and axes of two layouts: what is one thing on both sides, and what must not be cut."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from pdtx.errors import PlanError
 from pdtx.layout import KVCacheLayout, Layout, Part, PartedLayout, QuantizedLayout, RecordLayout, StridedLayout
@@ -81,6 +82,19 @@ def whole_blocks(src: StridedLayout, dst: StridedLayout) -> bool:
     if together:
         _same("block size, which must be equal where blocks move whole", src, src.block_size, dst, dst.block_size)
     return together
+
+
+def tokens_together(src: StridedLayout, dst: StridedLayout) -> int:
+    """Tokens, counted from the start of a block, that a plan moves together. Raises as whole_blocks()."""
+    return src.block_size if whole_blocks(src, dst) else max(src.tokens_per_step, src.tokens_together)
+
+
+def positions_together(src: Layout, dst: Layout) -> int:
+    """Positions, counted from the start of a block, that a plan moves together, whatever part of them it is given.
+
+    Of these a plan for some brings the bytes of all. Raises PlanError for layouts that cannot be matched.
+    """
+    return lcm(*(tokens_together(ours.layout, theirs.layout) for ours, theirs in match_parts(src, dst)))
 
 
 def box_axes(

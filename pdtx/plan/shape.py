@@ -11,7 +11,7 @@ from pdtx.layout import Layout, Part, StridedLayout
 from pdtx.parallel import Box
 from pdtx.plan.grid_shape import GridShape, Side
 from pdtx.plan.grids import RunSet
-from pdtx.plan.match import BoxAxis, box_axes, check_parts, match_parts, whole_blocks
+from pdtx.plan.match import BoxAxis, box_axes, check_parts, match_parts, tokens_together
 from pdtx.plan.proof import Cell, blocks_apart
 from pdtx.plan.runs import Int64s
 from pdtx.plan.segments import Segments, cut
@@ -87,10 +87,8 @@ class _PartCopy:
     def steps(self) -> range:
         """The tokens as steps of the token axis; the first and last blocks are taken whole where they must be."""
         layout = self.src_part.layout
-        together = whole_blocks(layout, self.dst_part.layout)
-        unit = layout.block_size if together else max(layout.tokens_per_step, layout.tokens_together)
+        unit, tokens = tokens_together(layout, self.dst_part.layout), self.tokens
         steps = unit // layout.tokens_per_step
-        tokens = self.tokens
         return range(tokens.start // unit * steps, ceil_div(tokens.stop, unit) * steps) if tokens else range(0)
 
     def nbytes(self, box: Box) -> int:
