@@ -9,6 +9,7 @@ import pytest
 from pdtx.errors import ParallelError, PlanError
 from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, Segment, StateSharding
 from pdtx.parallel import Box, Cut, RankTransfer, audit_moves, transfers
+from pdtx.plan import CacheSide, plan_request
 
 MAMBA2 = StateSharding(
     conv=((
@@ -63,7 +64,7 @@ def swapped(moves: list[RankTransfer]) -> list[RankTransfer]:
 WRONG: dict[str, tuple[KVCacheSpec, StateSharding | None, Callable[[list[RankTransfer]], list[RankTransfer]], str]] = {
     "a state cut as one flat half": (
         STATES, MAMBA2, flat_half,
-        "rank 0 would get channel of conv 16 of the model from rank 0 in the place of 32",
+        r"rank 0 would get channel of conv 16 of the model \(segment x\) from rank 0 in the place of 32 \(segment B\)$",
     ),
     "heads swapped": (
         full(4), None, swapped, "rank 0 would get KV head 2 of the model from rank 0 in the place of 0",
@@ -84,6 +85,82 @@ WRONG: dict[str, tuple[KVCacheSpec, StateSharding | None, Callable[[list[RankTra
         lambda moves: [*moves, moves[0]], "rank 0 gets 2 copies of what every rank keeps whole",
     ),
 }  # fmt: skip
+
+
+def each_box(change: Callable[[Box], Box]) -> Callable[[list[RankTransfer]], list[RankTransfer]]:
+    return lambda moves: [replace(move, boxes=tuple(map(change, move.boxes))) for move in moves]
+
+
+HALF = Cut("channel", 0, 0, 4)
+NOT_JUDGED: dict[str, tuple[Callable[[list[RankTransfer]], list[RankTransfer]], str]] = {
+    "a source rank counted from the end": (
+        lambda moves: [replace(moves[0], src_rank=-1), moves[1]], "nothing moves from rank -1 of 1 to rank 0 of 2",
+    ),
+    "a source rank that there is not": (
+        lambda moves: [replace(moves[0], src_rank=1), moves[1]], "nothing moves from rank 1 of 1 to rank 0 of 2",
+    ),
+    "a destination rank that there is not": (
+        lambda moves: [*moves, replace(moves[0], dst_rank=2)], "nothing moves from rank 0 of 1 to rank 2 of 2",
+    ),
+    "half of every head": (each_box(lambda box: replace(box, cuts=(*box.cuts, HALF))), ".* must be cut once"),
+    "heads cut twice": (each_box(lambda box: replace(box, cuts=2 * box.cuts)), ".* must be cut once"),
+    "tokens instead of heads": (
+        each_box(lambda box: replace(box, cuts=(replace(box.cuts[0], axis="token"),))), ".* along head",
+    ),
+    "less than nothing": (
+        lambda moves: [replace(moves[0], boxes=(*moves[0].boxes, Box((Cut("head", 0, 0, -1),)))), moves[1]],
+        ".* must be cut once",
+    ),
+    "a part that there is not": (
+        lambda moves: [replace(moves[0], boxes=(*moves[0].boxes, Box((), "scales of none"))), moves[1]],
+        ".* is of no part",
+    ),
+    "all heads to a rank of some": (
+        lambda moves: [replace(moves[0], boxes=(Box(),)), moves[1]], "KV head 0..4 of rank 0 lie outside",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", NOT_JUDGED)
+def test_moves_that_units_cannot_judge_are_refused(fault: str) -> None:
+    break_it, words = NOT_JUDGED[fault]
+    moves = list(transfers(full(4), 1, 2))
+    with pytest.raises(PlanError, match=f"audit: {words}"):
+        audit_moves(full(4), break_it(moves), 1, 2)
+
+
+def test_states_are_cut_along_channels_and_heads_only() -> None:
+    moves = list(transfers(STATES, 1, 2, MAMBA2))
+    for change in (
+        lambda box: replace(box, cuts=(replace(box.cuts[0], axis="step"),)),
+        lambda box: replace(box, cuts=(*box.cuts, Cut("step", 0, 0, 1))),
+        lambda box: replace(box, part=""),
+    ):
+        with pytest.raises(PlanError, match="audit: "):
+            audit_moves(STATES, each_box(change)(moves), 1, 2, MAMBA2)
+
+
+def test_copies_come_from_ranks_that_there_are() -> None:
+    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=20, dtype="bfloat16")
+    with pytest.raises(PlanError, match="audit: nothing moves from rank 9 of 2"):
+        audit_moves(latent, [replace(move, src_rank=9) for move in transfers(latent, 2, 2)], 2, 2)
+
+
+@pytest.mark.parametrize(("spec", "sharding"), [(STATES, MAMBA2), (full(4), None)])
+def test_a_requests_plan_is_audited(
+    spec: KVCacheSpec, sharding: StateSharding | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes alone would not tell: the wrong moves have the right sum, lie inside, and write nothing twice."""
+    break_it = flat_half if sharding else swapped
+    wrong = tuple(break_it(list(transfers(spec, 1, 2, sharding))))
+    preset = "mamba_sd" if sharding else "flash_attn_nhd"
+    src, dst = (CacheSide(layers={"layer": spec}, layout_for=lambda *_: preset, tp_size=size) for size in (1, 2))
+    plan_request(src, dst, 20, sharding=sharding)
+    monkeypatch.setattr("pdtx.plan.request.transfers", lambda *_: wrong)
+    with pytest.raises(PlanError, match="audit: rank 0 would get"):
+        plan_request(src, dst, 20, sharding=sharding)
+    monkeypatch.setattr("pdtx.plan.request.audit_moves", lambda *_: None)
+    plan_request(src, dst, 20, sharding=sharding)
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -24,15 +24,25 @@ def audit_moves(
     its segments, has the right sum and writes no byte twice. spec: of the whole model; moves: between all ranks.
     Cost: the units of a layer, once for two sides, whatever the requests.
 
-    Raises PlanError naming the first unit that is not the right one, comes twice, or does not come at all.
+    Raises PlanError naming the first unit that is not the right one, comes twice, or does not come at all; for ranks
+    that there are not, and for boxes that are not cut along the units of one part, which this cannot judge.
     """
+    for move in moves:
+        if not (0 <= move.src_rank < src_tp and 0 <= move.dst_rank < dst_tp):
+            raise PlanError(
+                f"audit: nothing moves from rank {move.src_rank} of {src_tp} to rank {move.dst_rank} of {dst_tp}"
+            )
     if replicated(spec) or (isinstance(spec, MambaSpec) and src_tp == dst_tp == 1):
         _audit_copies(moves, dst_tp)
         return
     here, there = held_units(spec, src_tp, sharding), held_units(spec, dst_tp, sharding)
+    for move in moves:
+        for box in move.boxes:
+            _check_box(box, there)
     for part, units in there.items():
         for rank in range(dst_tp):
-            _audit_part(part, here[part], units, rank, [move for move in moves if move.dst_rank == rank])
+            into = [move for move in moves if move.dst_rank == rank]
+            _audit_part(part, here[part], units, rank, into, sharding)
 
 
 def held_units(spec: KVCacheSpec, tp_size: int, sharding: StateSharding | None) -> Mapping[str, Units]:
@@ -71,14 +81,28 @@ def _audit_copies(moves: Sequence[RankTransfer], dst_tp: int) -> None:
             raise PlanError(f"audit: rank {rank} gets {len(whole)} copies of what every rank keeps whole")
 
 
-def _audit_part(part: str, here: Units, there: Units, rank: int, moves: Sequence[RankTransfer]) -> None:
+def _check_box(box: Box, parts: Mapping[str, Units]) -> None:
+    """Check that a box is all of a layer, or some units of one of its parts."""
+    if not box.part and not box.cuts:
+        return
+    if box.part not in parts:
+        raise PlanError(f"audit: {box} is of no part that ranks share")
+    axis = "channel" if box.part.startswith("conv") else "head"
+    if any(cut.axis != axis or cut.count < 1 for cut in box.cuts) or len(box.cuts) > 1:
+        raise PlanError(f"audit: {box} must be cut once, along {axis}, of which ranks have a share")
+
+
+def _audit_part(
+    part: str, here: Units, there: Units, rank: int, moves: Sequence[RankTransfer], sharding: StateSharding | None
+) -> None:
     """Check what one rank gets of a part: each of its units once, and from where it is."""
     times = np.zeros(there.shape[1], np.int64)
     for move in moves:
         for box in move.boxes:
             if box.part not in (part, ""):
                 continue
-            src, dst, count = (box.cuts[0].src, box.cuts[0].dst, box.cuts[0].count) if box.cuts else (0, 0, len(times))
+            # What is not cut is all that the source has.
+            src, dst, count = _span(box, here.shape[1])
             given, meant = here[move.src_rank][src : src + count], there[rank][dst : dst + count]
             if src < 0 or dst < 0 or len(given) < count or len(meant) < count:
                 raise PlanError(f"audit: {_name(part)} {dst}..{dst + count} of rank {rank} lie outside what ranks keep")
@@ -86,14 +110,32 @@ def _audit_part(part: str, here: Units, there: Units, rank: int, moves: Sequence
             if len(wrong):
                 at = int(wrong[0])
                 raise PlanError(
-                    f"audit: rank {rank} would get {_name(part)} {given[at]} of the model from rank {move.src_rank} "
-                    f"in the place of {meant[at]}"
+                    f"audit: rank {rank} would get {_unit(part, given[at], sharding)} from rank {move.src_rank} "
+                    f"in the place of {meant[at]}{_segment(part, meant[at], sharding)}"
                 )
             times[dst : dst + count] += 1
     bad = np.flatnonzero(times != 1)
     if len(bad):
-        unit, count = int(there[rank][bad[0]]), int(times[bad[0]])
-        raise PlanError(f"audit: rank {rank} gets {_name(part)} {unit} of the model {count} times")
+        unit, count = _unit(part, there[rank][bad[0]], sharding), int(times[bad[0]])
+        raise PlanError(f"audit: rank {rank} gets {unit} {count} times")
+
+
+def _span(box: Box, units: int) -> tuple[int, int, int]:
+    """Return where a box begins on the source rank and on the destination rank, and how many units it has."""
+    return (box.cuts[0].src, box.cuts[0].dst, box.cuts[0].count) if box.cuts else (0, 0, units)
+
+
+def _unit(part: str, number: int, sharding: StateSharding | None) -> str:
+    return f"{_name(part)} {number} of the model{_segment(part, number, sharding)}"
+
+
+def _segment(part: str, number: int, sharding: StateSharding | None) -> str:
+    """Name the segment that a channel belongs to; nothing for what has none."""
+    if sharding is None or not part.startswith("conv"):
+        return ""
+    segments = sharding.conv[int(part.removeprefix("conv") or 0)]
+    ends = np.cumsum([segment.channels for segment in segments])
+    return f" (segment {segments[int(np.searchsorted(ends, number, 'right'))].name})"
 
 
 def _name(part: str) -> str:
