@@ -218,6 +218,9 @@ class Prefill(_Process):
         finished = self.producer.wait(request)
         return finished.text, finished.verified, finished.received_bytes, request.nbytes
 
+    def cancel(self, name: str) -> None:
+        self.producer.cancel(self.requests[name][0], "it is not wanted")
+
     def state(self, name: str) -> str:
         return self.requests[name][0].state.name
 

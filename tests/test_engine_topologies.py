@@ -58,6 +58,46 @@ def test_one_producer_serves_several_consumers() -> None:
         consumer.mover.close()
 
 
+def test_connecting_twice_to_one_consumer_is_refused_and_changes_nothing() -> None:
+    consumer = make_consumer(make_cache("flashinfer_hnd", 32), "tcp", verify=True)
+    producer = make_producer(make_cache(num_blocks=30), "tcp")
+    address = consumer.listen("127.0.0.1:0", security=OPEN)
+    producer.connect(address, security=OPEN)
+    with pytest.raises(InputError, match=f"is connected to {consumer.engine_id} at {address} already"):
+        producer.connect(address, security=OPEN)
+    request = producer.begin("r", num_tokens=TOKENS, timeout_s=PATIENCE_S)
+    contents = produce(producer, request)
+    ready = consumer.next_ready(PATIENCE_S)
+    assert ready is not None
+    require_contents_of(consumer.cache, ready, contents)
+    for engine in (producer, consumer):
+        engine.close()
+        engine.mover.close()
+
+
+def test_a_consumer_that_has_gone_and_listens_again_can_be_connected_to() -> None:
+    first, second = (make_consumer(make_cache("flashinfer_hnd", 32), "tcp", verify=True) for _ in range(2))
+    producer = make_producer(make_cache(num_blocks=30), "tcp")
+    address = first.listen("127.0.0.1:0", security=OPEN)
+    gone = producer.connect(address, security=OPEN)
+    first.close()
+    first.mover.close()
+    lost = producer.begin("lost", num_tokens=TOKENS, timeout_s=PATIENCE_S)
+    with pytest.raises(PdtxError):
+        producer.wait(lost)
+    assert gone.over is not None
+    second.listen(address, security=OPEN)
+    producer.connect(address, security=OPEN)
+    request = producer.begin("r", num_tokens=TOKENS, timeout_s=PATIENCE_S)
+    contents = produce(producer, request)
+    ready = second.next_ready(PATIENCE_S)
+    assert ready is not None
+    require_contents_of(second.cache, ready, contents)
+    for engine in (producer, second):
+        engine.close()
+        engine.mover.close()
+
+
 def test_a_consumer_that_is_gone_does_not_hold_up_the_others() -> None:
     first, second = (make_consumer(make_cache("flashinfer_hnd", 32), "tcp", verify=True) for _ in range(2))
     producer = make_producer(make_cache(num_blocks=30), "tcp")

@@ -1,9 +1,11 @@
 """Ranks in processes of their own: a session for each pair that exchanges something, each complete when its part is."""
 
+import time
+
 import pytest
 
 from pdtx.errors import PdtxError
-from tests.rank_fleet import Fleet, all_of, sides
+from tests.rank_fleet import Fleet, all_of, sides, until
 from tests.rank_process import Side, model
 
 TOKENS = 75
@@ -74,10 +76,47 @@ def test_a_killed_rank_fails_the_request_on_the_others_with_the_cause(victim: st
             assert fleet.decode[1].do("failed") == 2
 
 
+def test_an_id_of_which_not_all_processes_had_heard_is_refused_at_once_until_its_deadline() -> None:
+    """Nobody can tell whether a process that asks late means the request that has failed, or another try."""
+    with Fleet(sides(2, Side("4")), sides(2, Side("4", layout="flashinfer_hnd", block_size=32))) as fleet:
+        first, second = fleet.prefill
+        first.do("begin", "half", TOKENS, 1, 0, 4.0)
+        until(lambda: first.do("state", "half") == "COMPUTING", "grants")
+        first.do("cancel", "half")
+        until(lambda: all_of(fleet.decode, "failed") == [1, 1], "the end at both")
+        for late in (second, first):
+            late.do("begin", "half", TOKENS, 1)
+            with pytest.raises(PdtxError, match=r"not all processes had asked .* take another id to try again"):
+                late.do("wait", "half")
+        fleet.require_right(fleet.send("other", TOKENS, 2), "other")
+
+        def is_free_again() -> bool:
+            first.do("begin", "half", TOKENS, 3)
+            time.sleep(0.3)
+            return bool(first.do("state", "half") == "COMPUTING")
+
+        until(is_free_again, "the first one's deadline")
+        second.do("begin", "half", TOKENS, 3)
+        all_of(fleet.prefill, "compute", "half")
+        fleet.require_right(all_of(fleet.decode, "take", 3), "half")
+        assert [text for text, *_ in all_of(fleet.prefill, "wait", "half")] == ["done", "done"]
+
+
+def test_an_id_of_which_not_all_processes_had_heard_can_be_used_after_its_deadline() -> None:
+    with Fleet(sides(2, Side("4")), sides(2, Side("4", layout="flashinfer_hnd", block_size=32))) as fleet:
+        fleet.prefill[0].do("begin", "half", TOKENS, 1, 0, 1.0)
+        with pytest.raises(PdtxError, match="deadline"):
+            fleet.prefill[0].do("wait", "half")
+        until(lambda: all_of(fleet.decode, "failed") == [1, 1], "the end at both")
+        fleet.require_right(fleet.send("half", TOKENS, 2), "half")
+
+
 def test_the_addresses_of_some_processes_only_are_refused() -> None:
     prefill, decode = engines("4", 1, 2)
-    with Fleet(prefill, decode) as fleet, pytest.raises(PdtxError, match="decode has 2 processes, and the addresses"):
-        fleet.prefill[0].do("connect", fleet.addresses[0])
+    with Fleet(prefill, decode) as fleet:
+        fleet.addresses = fleet.addresses[:1]
+        with pytest.raises(PdtxError, match="decode has 2 processes, and the addresses"):
+            fleet.add_prefill(prefill[0])
 
 
 @pytest.mark.parametrize(

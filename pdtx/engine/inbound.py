@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pdtx.cache import CallerTables, GroupBlocks
 from pdtx.engine.arrivals import ExpectedBuffer
 from pdtx.engine.control_thread import ControlThread, Owned
+from pdtx.engine.failed_before import FailedBefore
 from pdtx.engine.landing import Door, Landing
 from pdtx.engine.matching import Match
 from pdtx.engine.states import INBOUND, InboundState, check_transition
@@ -46,7 +47,6 @@ class PrefillEngine:
     """A producer: the sessions with its processes, by their numbers. Changed by the consumer's control thread alone.
 
     expected: what comes of each of this node's buffers, whichever process sends it.
-    failed: requests that have ended before some of the processes asked for them: which those are, and why it ended.
     """
 
     engine_id: str
@@ -55,7 +55,7 @@ class PrefillEngine:
     not_transferred: frozenset[str] = frozenset()
     tp_size: int = 1
     members: dict[int, Session] = field(default_factory=dict)
-    failed: "dict[str, tuple[set[int], str]]" = field(default_factory=dict, repr=False)
+    failed: FailedBefore = field(default_factory=FailedBefore, repr=False)
 
     @property
     def whole(self) -> bool:

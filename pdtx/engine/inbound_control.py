@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 MAX_REQUESTS = 20_000
 """Requests of one producer that may be under way at once."""
 
-_MAX_REMEMBERED = 20_000
-"""Failed requests of one producer that not all of its processes have asked for."""
-
 _UNEXPECTED = "expect()"
 """What a request waits for before the caller, whose blocks they are, has said where it goes."""
 
@@ -111,7 +108,7 @@ class InboundControl:
         engine = self.engines.engine_of(session)
         request = self.requests.get((engine, ask.request_id))
         earlier = request.asks.get(session.process) if request is not None else None
-        failed = self.refused_before(engine, session, ask.request_id)
+        failed = engine.failed.refusal(ask.request_id, session.process)
         if failed is not None:
             self._refuse(session, ask, failed)
         elif request is None:
@@ -125,16 +122,6 @@ class InboundControl:
 
     def _refuse(self, session: Session, ask: TransferRequest, reason: str) -> None:
         self.effects.send(session.peer, Refuse(request_id=ask.request_id, reason=reason, attempt=ask.attempt))
-
-    def refused_before(self, engine: PrefillEngine, session: Session, request_id: str) -> str | None:
-        """Return why a request has failed of which this process has not heard, as it had not asked for it."""
-        silent, reason = engine.failed.get(request_id, (set[int](), ""))
-        if session.process not in silent:
-            return None
-        silent.discard(session.process)
-        if not silent:
-            del engine.failed[request_id]
-        return reason
 
     def _begin(self, session: Session, engine: PrefillEngine, ask: TransferRequest) -> None:
         needs = needs_of(self.cache.groups, ask, self._align)
@@ -379,9 +366,11 @@ class InboundControl:
             phase, wrong = "verification", error.wrong
         silent = set(range(engine.processes)) - set(request.asks)
         if silent and engine.members:
-            while len(engine.failed) >= _MAX_REMEMBERED:
-                del engine.failed[next(iter(engine.failed))]
-            engine.failed[request.request_id] = silent, f"it has failed in {phase}: {reason}"
+            over = f"it has failed in {phase}: {reason}"
+            if request.pulled:
+                engine.failed.add_pulled(request.request_id, silent, over)
+            else:
+                engine.failed.add(request.request_id, request.deadline, over)
         for ask in request.heard():
             if tell and ask.session is not but:
                 failure = Failure(

@@ -96,6 +96,10 @@ class OutboundControl:
         """Note a consumer, with all of whose processes there are sessions."""
         self.engines.append(engine)
 
+    def drop_engine(self, engine: DecodeEngine) -> None:
+        """Forget a consumer that is gone for good."""
+        self.engines.remove(engine)
+
     def drop_session(self, session: OutboundSession) -> None:
         """Forget a session that the consumer has dialled, and may dial again."""
         engine = session.engine

@@ -43,6 +43,7 @@ class ProducerSessions:
         """Open a session with every process of a consumer. Raises as KVProducer.connect()."""
         deadline, sessions = time.monotonic() + timeout_s, list[OutboundSession]()
         routes = list[Route]()
+        self._control.call(self._make_way, addresses)
         try:
             for address in addresses:
                 session = self._dialled(address, security)
@@ -60,6 +61,18 @@ class ProducerSessions:
             raise
         self._control.call(self._add, engine, list(zip(sessions, routes, strict=True)))
         return engine
+
+    def _make_way(self, addresses: Sequence[str]) -> None:
+        """Forget a consumer that is gone and listens again; InputError for one that this producer is connected to."""
+        for engine in list(self._core.engines):
+            for session in engine.sessions:
+                channel = session.channel
+                if not isinstance(channel, ControlChannel) or channel.address not in addresses:
+                    continue
+                if engine.over is None:
+                    raise InputError(f"this producer is connected to {engine.engine_id} at {channel.address} already")
+                self._core.drop_engine(engine)
+                break
 
     def _dialled(self, address: str, security: Security) -> OutboundSession:
         inbox, session = PeerInbox(), OutboundSession()

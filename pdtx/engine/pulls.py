@@ -63,7 +63,7 @@ class Pulls:
             gone = sorted(set(range(source.processes)) - set(source.members))
             raise PeerLost(f"{source.engine_id}: nothing is heard of its processes {', '.join(map(str, gone))}")
         self.pending[request_id] = PendingPull(request_id, source, deadline, time.monotonic())
-        source.failed.pop(request_id, None)
+        source.failed.pulls_again(request_id)
         for session in source.members.values():
             core.effects.send(session.peer, Pull(request_id=request_id, generation=generation))
         self._renew_at = min(self._renew_at, time.monotonic() + _UNKNOWN_RENEW_S)
@@ -80,7 +80,7 @@ class Pulls:
     def on_refused(self, session: Session, refuse: Refuse) -> None:
         """A process does not send its part of a request."""
         core, engine = self._core, self._core.engines.engine_of(session)
-        core.refused_before(engine, session, refuse.request_id)
+        engine.failed.answered(refuse.request_id, session.process)
         error = TransferError(f"{session.name} refused {refuse.request_id}: {reason_of(refuse.reason)}")
         found = self.pending.get(refuse.request_id)
         request = core.requests.get((engine, refuse.request_id))
@@ -104,7 +104,8 @@ class Pulls:
             return
         silent = {number for number in found.source.members if answered is None or number != answered.process}
         if silent:
-            found.source.failed[request_id] = silent, f"it is not wanted any more: {reason_of(error)}"
+            reason = f"it is not wanted any more: {reason_of(error)}"
+            found.source.failed.add_pulled(request_id, silent, reason)
         if request_id in self._core.expectations.expected:
             self._core.expectations.drop(request_id, error)
         else:
