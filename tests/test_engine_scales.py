@@ -106,7 +106,11 @@ def left_out(buffer: PagedQuantizedCache, table: torch.Tensor) -> None:
 
 
 Fault = Callable[[PagedQuantizedCache, torch.Tensor], None]
-FAULTS: dict[Fault, str] = {swapped: "token 40 head 0", shifted: "token 1 head 0", left_out: "token 40 head 0"}
+FAULTS: dict[Fault, tuple[str, str]] = {
+    swapped: ("token 40 head 0", "holds the {field} of buffer full layer 1 {kv}token 40 head 1$"),
+    shifted: ("token 1 head 0", "holds the {field} of buffer full layer 1 {kv}token 0 head 0$"),
+    left_out: ("token 40 head 0", "was never written: it holds poison$"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -119,7 +123,9 @@ def test_wrong_scales_are_named(mode: str, fault: Fault) -> None:
         assert isinstance(buffer, PagedQuantizedCache)
         fault(buffer, torch.as_tensor(ready.tables[0]))
         kv, field = ("", "value") if mode.startswith("turboquant") else ("K ", "scale")
-        with pytest.raises(VerificationError, match=rf"first: buffer full layer 1 {kv}{FAULTS[fault]} {field} byte "):
+        row, cause = FAULTS[fault]
+        words = rf"first: buffer full layer 1 {kv}{row} {field} byte \d+ \(block \d+\) "
+        with pytest.raises(VerificationError, match=words + cause.format(field=field, kv=kv)):
             pair.consumer.verify(ready)
         pair.finish(ready, verify=False)
 

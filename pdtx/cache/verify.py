@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -195,6 +195,19 @@ def find_row(row: torch.Tensor, meant: Meant) -> Coordinate | None:
     return Coordinate(meant.layer, kv, meant.start + token, head, naming=meant.naming)
 
 
+def _wrong_field(mismatch: Mismatch) -> tuple[str, slice]:
+    """Return the field of a row outside of which all is right, and its bytes; "" and the whole row where there is none.
+
+    A scale that is another token's, or was never written, lies beside elements that are right.
+    """
+    wrong, first = (mismatch.found != mismatch.expected).nonzero().flatten(), 0
+    for name, nbytes in mismatch.coordinate.naming.fields:
+        if len(wrong) and first <= int(wrong[0]) and int(wrong[-1]) < first + nbytes:
+            return name, slice(first, first + nbytes)
+        first += nbytes
+    return "", slice(None)
+
+
 def is_poison(row: torch.Tensor) -> bool:
     """Whether bytes, shape (n,), are POISON from end to end, whichever of its two bytes they begin with."""
     word = torch.tensor(np.array([POISON], np.int16).view(np.uint8))
@@ -215,12 +228,14 @@ def describe_mismatch(
     """
     at = mismatch.coordinate
     where = f"{at} (block {block_of(at.token)})"
-    if is_poison(mismatch.found):
+    name, part = _wrong_field(mismatch)
+    held = mismatch.found[part]
+    if is_poison(held):
         return f"{where} was never written: it holds poison"
     for meant in reference:
-        source = find_row(mismatch.found, meant)
+        source = find_row(held, replace(meant, rows=meant.rows[..., part]))
         if source is not None:
-            return f"{where} holds the value of {source.row}"
+            return f"{where} holds the {name or 'value'} of {source.row}"
     place = slice(at.channel * itemsize, (at.channel + 1) * itemsize)
     found, expected = (bytes(row[place].numpy()[::-1]).hex() for row in (mismatch.found, mismatch.expected))
     return f"{where} is 0x{found}, should be 0x{expected}; no row of the source holds this value"
