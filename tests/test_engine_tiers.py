@@ -40,6 +40,8 @@ from tests.engine_pair import (
     states,
     wait_until,
 )
+from tests.test_engine_scales import MODES
+from tests.test_engine_scales import cache as quantized
 from tests.tier_scenes import FENCE, KEPT
 
 BLOCK = 32
@@ -125,6 +127,16 @@ def test_only_what_the_tier_lacks_is_sent_and_all_is_verified(sizes: tuple[int, 
         # A window of 40 needs positions 61 to 99.
         spared = (per_token["full"] + per_token["l"]) * in_tier + per_token["window"] * max(0, in_tier - 61)
         assert ready.received_bytes == whole - spared
+        require_contents(saved.pair, ready, contents)
+        saved.pair.finish(ready)
+
+
+@pytest.mark.parametrize(("mode", "layout"), [(mode, others[0]) for mode, (_, _, others) in MODES.items()])
+def test_quantized_blocks_come_from_a_tier_with_their_scales(mode: str, layout: str) -> None:
+    with Saved(quantized(mode, MODES[mode][1]), quantized(mode, layout, 32), 100, 64) as saved:
+        contents, ready, whole = saved.run()
+        assert ready.fetched.num_tokens == 64
+        assert ready.received_bytes == whole // 100 * 36
         require_contents(saved.pair, ready, contents)
         saved.pair.finish(ready)
 
