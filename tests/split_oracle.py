@@ -46,12 +46,9 @@ class ModelBuffer:
         if self.is_state or self.is_cross:
             return [0] if self.is_state else list(range(self.encoder_positions))
         ratio, found = self.tokens_per_step, list[int]()
-        unit = ratio * max((content.moved_steps for content in self.contents.values()), default=1)
         for vector in range(self.num_tokens // ratio):
             tokens = range(vector * ratio, vector * ratio + ratio)
-            # Of those that share scales all move or none.
-            last = min(tokens.start // unit * unit + unit, self.num_tokens)
-            if any(self._seen(token) for token in tokens) and last > self.cached_tokens:
+            if any(self._seen(token) for token in tokens) and tokens.stop > self.cached_tokens:
                 found += tokens
         return found
 

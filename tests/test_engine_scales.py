@@ -5,10 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pdtx.cache import CacheGroup, KVCaches, PagedQuantizedCache
-from pdtx.errors import CacheError, LayoutError, VerificationError
+from pdtx.cache import CacheGroup, CallerBlocks, KVCaches, PagedQuantizedCache
+from pdtx.engine import KVConsumer, KVProducer
+from pdtx.errors import CacheError, InputError, LayoutError, VerificationError
 from pdtx.kvspec import AttentionSpec, FullAttentionSpec, KVQuantMode, TQFullAttentionSpec, TurboQuantSlot
-from tests.engine_pair import Pair, begin, produce, require_contents
+from pdtx.transports import make_mover
+from tests.engine_pair import OPEN, PATIENCE_S, Pair, begin, describe, produce, require_contents
+from tests.test_engine_callers_blocks import poll
 
 TOKENS, HEADS, LAYERS, SIZE = 75, 4, 2, 64
 
@@ -128,6 +131,34 @@ def test_wrong_scales_are_named(mode: str, fault: Fault) -> None:
         with pytest.raises(VerificationError, match=words + cause.format(field=field, kv=kv)):
             pair.consumer.verify(ready)
         pair.finish(ready, verify=False)
+
+
+def test_a_cached_beginning_ends_where_scales_can_be_told_apart() -> None:
+    source, destination = cache("nvfp4", "flashinfer_nvfp4_nhd"), cache("nvfp4", "flashinfer_nvfp4_hnd", 32)
+    consumer = KVConsumer(
+        destination, describe(destination), make_mover("tcp"), verify=True, blocks=CallerBlocks(destination.groups)
+    )
+    producer = KVProducer(source, describe(source), make_mover("tcp"))
+    producer.connect(consumer.listen("127.0.0.1:0", security=OPEN), security=OPEN)
+    with pytest.raises(InputError, match="cached_tokens=41: buffer full has scales that 4 tokens share; say 40"):
+        consumer.expect("r", TOKENS, [[5, 3, 7]], cached_tokens=41, deadline_s=PATIENCE_S)
+    table = torch.tensor([5, 3, 7])
+    (buffer,) = destination.buffers
+    before = torch.randint(256, buffer.rows_shape(40), dtype=torch.uint8)
+    for layer in range(LAYERS):
+        buffer.write_canonical(layer, table, 0, before)
+    consumer.expect("r", TOKENS, [table.tolist()], cached_tokens=40, deadline_s=PATIENCE_S)
+    request = begin(producer, TOKENS)
+    contents = produce(producer, request, [11, 32])
+    (arrived,) = poll(consumer.poll)
+    assert arrived.error is None
+    for (_, name), meant in contents.items():
+        layer = buffer.layer_names.index(name)
+        assert torch.equal(buffer.canonical(layer, table, 40, TOKENS), meant[:, 40:])
+        assert torch.equal(buffer.canonical(layer, table, 0, 40), before)
+    for engine in (producer, consumer):
+        engine.close()
+        engine.mover.close()
 
 
 def test_what_a_page_beside_the_request_holds_is_looked_at() -> None:

@@ -5,7 +5,7 @@ from math import lcm
 from typing import Literal
 
 from pdtx.kvspec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from pdtx.plan import STATE, needed_positions, tokens_per_vector, uncached_positions
+from pdtx.plan import STATE, needed_positions, tokens_per_vector
 from pdtx.units import ceil_div
 
 GroupKind = Literal["full", "window", "chunk", "state", "cross"]
@@ -102,9 +102,11 @@ class CacheGroup:
 
         States and what the encoder made are sent whole.
         """
-        return (
-            uncached_positions(self.spec, positions, cached_tokens) if self.counts_tokens and positions else positions
-        )
+        if not self.counts_tokens:
+            return positions
+        ratio = tokens_per_vector(self.spec)
+        first = min(max(positions.start, cached_tokens // ratio * ratio), positions.stop)
+        return range(first, positions.stop) if positions else positions
 
     def cached_blocks(self, cached_tokens: int) -> int:
         """Return how many blocks of a table hold something of a prompt's first cached_tokens, the last maybe in part.

@@ -22,6 +22,7 @@ from pdtx.cache import (
 from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.describe import own_facts
+from pdtx.engine.granting import check_cached_tokens
 from pdtx.engine.handshake import ProcessIdentity, make_reject, make_welcome, new_token
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, PrefillEngine
 from pdtx.engine.inbound_control import InboundControl
@@ -304,6 +305,7 @@ class KVConsumer:
         name, deadline = request_id_of(request_id), time.monotonic() + seconds("deadline_s", deadline_s)
         count = integer("num_tokens", num_tokens, 1, MAX_TOKENS)
         cached = integer("cached_tokens", cached_tokens, 0, count)
+        check_cached_tokens(self.cache, count, cached)
         expected = Expectation(name, count, self.pool.take(tables), cached, deadline)
         expected.owner = self.control
         try:

@@ -1,10 +1,11 @@
 """The consumer's queue for blocks: what a request needs of each group, and which one gets it first."""
 
 from collections.abc import Sequence
+from math import lcm
 
 import numpy as np
 
-from pdtx.cache import AllocatingBlockPool, CacheGroup
+from pdtx.cache import AllocatingBlockPool, CacheGroup, KVCaches
 from pdtx.engine.inbound import Expectation, GroupNeed, InboundRequest
 from pdtx.errors import InputError, OutOfBlocks
 from pdtx.plan import NULL_BLOCK
@@ -51,6 +52,20 @@ def needs_of_tables(groups: Sequence[CacheGroup], expected: Expectation) -> tupl
             )
         needs.append(GroupNeed(positions, range(first, max(first, len(blocks))), range(first, last)))
     return tuple(needs)
+
+
+def check_cached_tokens(cache: KVCaches, num_tokens: int, cached_tokens: int) -> None:
+    """Raise InputError for a cached beginning that ends between tokens whose scales cannot be told apart.
+
+    They move together: those of a cached token would come with the next one's, and not fit the elements that are there.
+    """
+    for buffer in cache.buffers:
+        unit = lcm(*(part.layout.tokens_together for part in buffer.layout.parts))
+        if cached_tokens % unit and cached_tokens < num_tokens:
+            raise InputError(
+                f"cached_tokens={cached_tokens}: buffer {buffer.name} has scales that {unit} tokens share; "
+                f"say {cached_tokens // unit * unit}, a multiple of {unit}"
+            )
 
 
 def kept_blocks(group: CacheGroup, request: InboundRequest) -> int:

@@ -25,7 +25,7 @@ from pdtx.layout.presets import (
     layout_name,
     preset_name,
 )
-from pdtx.layout.quantized import VALUE_SCALE_GROUP, QuantizedLayout, tokens_sharing_scales
+from pdtx.layout.quantized import VALUE_SCALE_GROUP, QuantizedLayout
 from pdtx.layout.records import RecordLayout, make_record_layout
 from pdtx.layout.states import ConvStateLayout, HeadStateLayout, StateLayout, make_state_layout
 from pdtx.layout.strided import Axis, StridedLayout
@@ -61,7 +61,6 @@ __all__ = [
     "make_state_layout",
     "parse_layouts",
     "preset_name",
-    "tokens_sharing_scales",
 ]
 
 make_callable(__name__, "pdtx.api.caches:layout")  # pdtx.layout(...), see docs/python.md

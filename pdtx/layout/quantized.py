@@ -14,17 +14,6 @@ VALUE_SCALE_GROUP = 4
 _ELEMENTS_OF_A_SCALE = 16
 
 
-def tokens_sharing_scales(spec: KVCacheSpec) -> int:
-    """Tokens, counted from 0, whose scales lie interleaved, so that they move together: 1 for most specs.
-
-    Also 1 where not all scales of a page are in such groups, so that only whole parts of pages can be moved.
-    """
-    if not isinstance(spec, AttentionSpec) or spec.kv_quant_mode is not KVQuantMode.NVFP4:
-        return 1
-    channels = VALUE_SCALE_GROUP * _ELEMENTS_OF_A_SCALE
-    return 1 if spec.block_size % VALUE_SCALE_GROUP or spec.head_size % channels else VALUE_SCALE_GROUP
-
-
 @dataclass(frozen=True)
 class QuantizedLayout(Layout):
     """A region of pages in whose K and V parts all elements come first, then all scales, both in one order.
@@ -60,9 +49,9 @@ def split_scales(whole: RecordLayout, spec: KVCacheSpec) -> RecordLayout | Quant
     """
     inner = [axis.name for axis in whole.axes[-4:]]
     in_one_piece = inner[0] == "kv" and set(inner[1:3]) == {"token", "head"}
-    if not isinstance(spec, AttentionSpec) or tokens_sharing_scales(spec) == 1 or not in_one_piece:
+    if not isinstance(spec, AttentionSpec) or spec.kv_quant_mode is not KVQuantMode.NVFP4 or not in_one_piece:
         return whole
-    if whole.block_size % VALUE_SCALE_GROUP:  # a kernel's block, which may be smaller than the spec's
+    if whole.block_size % VALUE_SCALE_GROUP or spec.head_size % (VALUE_SCALE_GROUP * _ELEMENTS_OF_A_SCALE):
         return whole
     records = whole.extent("token") * whole.extent("head")
     elements = spec.head_size // 2 * dtype_size(spec.dtype)

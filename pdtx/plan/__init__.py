@@ -8,7 +8,7 @@ from pdtx.plan.costs import CostTable, MeasuredCosts, costs_path, load_costs, sa
 from pdtx.plan.endpoint import NULL_BLOCK, Endpoint
 from pdtx.plan.grids import RunSet
 from pdtx.plan.modes import Choice, Costs, Mode, choose_mode
-from pdtx.plan.needed import STATE, needed_positions, state_block, tokens_per_vector, uncached_positions
+from pdtx.plan.needed import STATE, needed_positions, state_block, tokens_per_vector
 from pdtx.plan.request import BufferPlan, CacheSide, RequestPlan, plan_request
 from pdtx.plan.runs import Runs, Slices
 from pdtx.plan.transfer import TransferPlan
@@ -41,7 +41,6 @@ __all__ = [
     "save_costs",
     "state_block",
     "tokens_per_vector",
-    "uncached_positions",
 ]
 
 make_callable(__name__, "pdtx.api.planning:plan")  # pdtx.plan(...), see docs/python.md

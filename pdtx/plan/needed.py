@@ -1,7 +1,5 @@
 """Which positions of a request a decoder still needs once some of its tokens are computed."""
 
-from math import lcm
-
 from pdtx.errors import PlanError
 from pdtx.kvspec import (
     AttentionSpec,
@@ -13,7 +11,6 @@ from pdtx.kvspec import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from pdtx.layout import tokens_sharing_scales
 
 STATE = range(1)
 """A state is position 0 of a table of one block: the one that holds it."""
@@ -37,17 +34,6 @@ def needed_positions(spec: KVCacheSpec, num_tokens: int, encoder_positions: int 
     needed, ratio = _needed(spec, num_tokens, encoder_positions), tokens_per_vector(spec)
     start, stop = needed.start // ratio * ratio, needed.stop // ratio * ratio
     return range(min(start, stop), stop)
-
-
-def uncached_positions(spec: KVCacheSpec, positions: range, cached_tokens: int) -> range:
-    """Return those of positions, which count tokens, that who has the first cached_tokens still needs.
-
-    Of tokens that share a vector or scales all are needed unless all are cached, as they make sense together only.
-    """
-    if cached_tokens >= positions.stop:
-        return range(positions.stop, positions.stop)
-    unit = lcm(tokens_per_vector(spec), tokens_sharing_scales(spec))
-    return range(max(positions.start, cached_tokens // unit * unit), positions.stop)
 
 
 def tokens_per_vector(spec: KVCacheSpec) -> int:

@@ -11,7 +11,7 @@ from pdtx.layout import any_layout
 from pdtx.parallel import RankTransfer, audit_moves, rank_spec, transfers, unread_ranks
 from pdtx.plan.build import build_plan
 from pdtx.plan.endpoint import Endpoint
-from pdtx.plan.needed import needed_positions, uncached_positions
+from pdtx.plan.needed import needed_positions, tokens_per_vector
 from pdtx.plan.runs import Int64s
 from pdtx.plan.transfer import TransferPlan
 from pdtx.units import ceil_div, round_up
@@ -156,7 +156,8 @@ def plan_request(
         needed = needed_positions(spec, num_tokens, encoder_positions)
         # What is not counted in tokens is not a part of a prefix of tokens.
         held = 0 if isinstance(spec, MambaSpec | CrossAttentionSpec) else cached_tokens
-        positions = uncached_positions(spec, needed, held)
+        held = held // tokens_per_vector(spec) * tokens_per_vector(spec)
+        positions = range(min(max(needed.start, held), needed.stop), needed.stop)
         if whole_blocks and positions and not isinstance(spec, MambaSpec):
             unit = max(source.block_size, spec.block_size)
             positions = range(positions.start // unit * unit, round_up(positions.stop, unit))
