@@ -79,8 +79,8 @@ class Fleet:
         try:
             self.addresses = all_of(self.decode, "listen")
             if pull:
-                sources = all_of(self.prefill, "listen")
-                all_of(self.decode, "connect", *sources)
+                self.sources = all_of(self.prefill, "listen")
+                all_of(self.decode, "connect", *self.sources)
             else:
                 all_of(self.prefill, "connect", *self.addresses)
         except BaseException:

@@ -178,6 +178,7 @@ class Prefill(_Process):
             process=side.process, processes=side.processes, **side.options,
         )  # fmt: skip
         self.requests = dict[str, tuple[OutboundRequest, int]]()
+        self.done = dict[str, int]()  # tokens that are computed
         self.engines = list[Any]()
 
     def connect(self, *addresses: str) -> str:
@@ -201,17 +202,23 @@ class Prefill(_Process):
         self.requests[name] = self.producer.begin(name, num_tokens=num_tokens, timeout_s=PATIENCE_S), seed
 
     def compute(self, name: str, *chunks: int) -> None:
-        """Write and ship the whole prompt, in chunks that end at the given tokens and at its end."""
+        """Write and ship the rest of the prompt, in chunks that end at the given tokens and at its end."""
+        request, _ = self.requests[name]
+        self.compute_some(name, *(stop for stop in chunks if stop > self.done.get(name, 0)), request.num_tokens)
+        self.done.pop(name)
+        self.producer.computed(request, 7)
+
+    def compute_some(self, name: str, *chunks: int) -> None:
+        """The same, and no more than that."""
         request, seed = self.requests[name]
-        start = 0
-        for stop in (*chunks, request.num_tokens):
+        for stop in chunks:
+            start = self.done.get(name, 0)
             for index, buffer in enumerate(self.cache.buffers):
                 table = request.tables[buffer.group]
                 for layer in range(buffer.num_layers):
                     fill(buffer, table, layer, start, stop, seed)
                     self.producer.layer_ready(request, index, layer, start, stop)
-            start = stop
-        self.producer.computed(request, 7)
+            self.done[name] = stop
 
     def wait(self, name: str) -> tuple[str, bool, int, int]:
         request, _ = self.requests[name]
@@ -223,6 +230,11 @@ class Prefill(_Process):
 
     def state(self, name: str) -> str:
         return self.requests[name][0].state.name
+
+    def granted(self, name: str) -> bool:
+        """Whether somebody has asked for the request, and all who have were granted blocks."""
+        legs = self.requests[name][0].legs
+        return bool(legs) and all(leg.grant is not None for leg in legs)
 
     def cut(self) -> None:
         """Break the data connections."""

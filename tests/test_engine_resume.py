@@ -13,7 +13,7 @@ import pytest
 
 from pdtx.address import parse_address
 from pdtx.cache import KVCaches, PagedLatentCache
-from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest, facts_of, match_caches
+from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest, PrefillEngine, facts_of, match_caches
 from pdtx.engine.arrivals import Arrivals, expected_buffers
 from pdtx.engine.outbound_leg import Leg
 from pdtx.errors import PdtxError, PeerLost
@@ -41,6 +41,7 @@ from tests.test_engine_scales import cache as quantized
 ROUNDS = int(os.environ.get("PDTX_RESUME_ROUNDS", "20"))
 LAYERS, CHANNELS, TOKENS, CHUNK = 6, 64, 480, 60
 PAYLOAD = LAYERS * 2 * TOKENS * 2 * CHANNELS * 2
+LEASE_S = 30.0
 OVERHEAD = 4096
 """Bytes around a piece, and of a session, at most."""
 
@@ -118,7 +119,12 @@ class Resuming:
     """A producer that resumes, and a consumer, over a proxy that cuts their data connection."""
 
     def __init__(
-        self, cuts: Sequence[int] = (), *, resumes: bool = True, caches: tuple[KVCaches, KVCaches] | None = None
+        self,
+        cuts: Sequence[int] = (),
+        *,
+        resumes: bool = True,
+        caches: tuple[KVCaches, KVCaches] | None = None,
+        pulls: bool = False,
     ) -> None:
         self.sources, self.destinations = caches or (
             caches_of(make_cache(num_blocks=100, num_layers=LAYERS, channels=CHANNELS)),
@@ -128,18 +134,27 @@ class Resuming:
         self.producer = KVProducer(self.sources, describe(self.sources), self.mover, resumes=resumes)
         self.consumer = self.make_consumer()
         self.address = self.consumer.listen("127.0.0.1:0", security=OPEN)
-        self.producer.connect(self.address, security=OPEN)
+        self.source: PrefillEngine | None = None
+        if pulls:
+            self.listening = self.producer.listen("127.0.0.1:0", security=OPEN)
+            self.source = self.consumer.connect(self.listening, security=OPEN)
+        else:
+            self.producer.connect(self.address, security=OPEN)
         self.under_way = 0
 
     def make_consumer(self) -> KVConsumer:
         return KVConsumer(self.destinations, describe(self.destinations), make_mover("tcp"), verify=True)
 
     def begin(self, name: str = "r", timeout_s: float = PATIENCE_S, num_tokens: int = TOKENS) -> OutboundRequest:
-        return self.producer.begin(name, num_tokens=num_tokens, timeout_s=timeout_s)
+        if self.source is None:
+            return self.producer.begin(name, num_tokens=num_tokens, timeout_s=timeout_s)
+        request = self.producer.offer(name, num_tokens=num_tokens, lease_s=LEASE_S)
+        self.consumer.pull(name, self.source, generation=request.generation, deadline_s=timeout_s)
+        return request
 
     def ready(self) -> InboundRequest:
         ready = self.consumer.next_ready(PATIENCE_S)
-        assert ready is not None
+        assert ready is not None, [str(one.error) for one in self.consumer.poll()]
         return ready
 
     def finish(self, ready: InboundRequest, compared: int = PAYLOAD // 2) -> None:
@@ -165,9 +180,13 @@ class Resuming:
 
 @contextlib.contextmanager
 def resuming(
-    cuts: Sequence[int] = (), *, resumes: bool = True, caches: tuple[KVCaches, KVCaches] | None = None
+    cuts: Sequence[int] = (),
+    *,
+    resumes: bool = True,
+    caches: tuple[KVCaches, KVCaches] | None = None,
+    pulls: bool = False,
 ) -> Iterator[Resuming]:
-    pair = Resuming(cuts, resumes=resumes, caches=caches)
+    pair = Resuming(cuts, resumes=resumes, caches=caches, pulls=pulls)
     try:
         yield pair
         wait_until(lambda: all_free(pair.producer.allocator), "the producer's blocks")
@@ -183,22 +202,24 @@ HALF = TOKENS // 2
 @pytest.fixture
 def under_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each time that a leg began anew: bytes of pieces that the transport had and had not delivered then."""
-    found, lost, restart = list[int](), dict[Leg, int](), Leg.restart
+    found, lost, restart = list[int](), dict[OutboundRequest, int](), Leg.restart
 
     def note(leg: Leg) -> None:
-        found.append(leg.nbytes - sum(leg.delivered.values()) - lost.get(leg, 0))
-        lost[leg] = lost.get(leg, 0) + found[-1]
+        request = leg.request
+        found.append(request.nbytes - sum(leg.delivered.values()) - lost.get(request, 0))
+        lost[request] = lost.get(request, 0) + found[-1]
         restart(leg)
 
     monkeypatch.setattr(Leg, "restart", note)
     return found
 
 
+@pytest.mark.parametrize("pulls", [False, True], ids=["push", "pull"])
 @pytest.mark.parametrize("seed", range(ROUNDS))
-def test_a_cut_at_a_random_point_costs_what_was_under_way(seed: int, under_way: list[int]) -> None:
+def test_a_cut_at_a_random_point_costs_what_was_under_way(seed: int, pulls: bool, under_way: list[int]) -> None:
     chance = random.Random(seed)
     cuts = sorted(chance.sample(range(200, PAYLOAD), chance.choice((1, 1, 2))))
-    with resuming(cuts) as pair:
+    with resuming(cuts, pulls=pulls) as pair:
         request = pair.begin()
         contents = produce(pair.producer, request, CHUNKS)
         ready = pair.ready()

@@ -72,7 +72,7 @@ def test_a_killed_rank_fails_the_request_on_the_others_with_the_cause(victim: st
             with pytest.raises(PdtxError, match=rf"(lost|the data connection of) {victim} process 1 of 2"):
                 fleet.prefill[0].do("wait", name)
         if victim == "prefill":
-            assert fleet.decode[0].do("failed") == 2
+            until(lambda: fleet.decode[0].do("failed") == 2, "the end of both requests at the other process")
             assert fleet.decode[1].do("failed") == 2
 
 

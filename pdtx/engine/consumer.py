@@ -4,7 +4,6 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,11 +18,11 @@ from pdtx.cache import (
     Verification,
     record_fence,
 )
-from pdtx.engine.control_channel import ControlChannel
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.describe import own_facts
+from pdtx.engine.dialled_producer import DialledProducer
 from pdtx.engine.granting import check_cached_tokens
-from pdtx.engine.handshake import ProcessIdentity, make_reject, make_welcome, new_token
+from pdtx.engine.handshake import ProcessIdentity, make_reject, make_welcome
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, PrefillEngine
 from pdtx.engine.inbound_control import InboundControl
 from pdtx.engine.inbound_messages import InboundMessages
@@ -52,7 +51,6 @@ from pdtx.protocol import (
     Finished,
     Hello,
     Message,
-    Reject,
     Welcome,
     encode,
     request_id_of,
@@ -138,7 +136,7 @@ class KVConsumer:
         self._inboxes: dict[bytes, PeerInbox] = {}  # of the side channel's thread
         self._endpoints: list[DataEndpoint] = []
         self._messages = InboundMessages(self.core)
-        self._dialled: dict[bytes, _DialledProducer] = {}
+        self._dialled: dict[bytes, DialledProducer] = {}
         self.control = self.core.owner = ControlThread("pdtx-consumer", self.core.tick)
         self._scrubber = Scrubber(cache)
 
@@ -213,7 +211,7 @@ class KVConsumer:
         if self._listener is not None:
             self._listener.close()
         for dialled in list(self._dialled.values()):
-            dialled.channel.close()
+            dialled.close()
         self.control.call(lambda: None)  # after it nothing is given to the scrubber
         self._scrubber.close()
         self.control.close()
@@ -341,19 +339,28 @@ class KVConsumer:
             raise InputError("this consumer does not listen; call listen() before connect(), for the payloads")
         if not named or len(set(named)) < len(named):
             raise InputError(f"the addresses {named} are to be those of a producer's processes; give each once")
-        dialled = list[_DialledProducer]()
+        dialled = list[DialledProducer]()
         try:
             for address in named:
-                one = _DialledProducer(self, address, security)
+                one = self._dial(address, security)
                 dialled.append(one)
                 one.greet(max(0.0, limit - time.monotonic()))
             return self.control.call(self._engine_of, dialled)
         except BaseException:
             for one in dialled:
                 one.close()
+                self._dialled.pop(one.peer, None)
             raise
 
-    def _engine_of(self, dialled: "Sequence[_DialledProducer]") -> PrefillEngine:
+    def _dial(self, address: str, security: Security) -> DialledProducer:
+        one = DialledProducer(
+            address, security, control=self.control, core=self.core, messages=self._messages, receiver=self.receiver,
+            welcome=self._welcome,
+        )  # fmt: skip
+        self._dialled[one.peer] = one
+        return one
+
+    def _engine_of(self, dialled: Sequence[DialledProducer]) -> PrefillEngine:
         sessions = [self.core.sessions.get(one.peer) for one in dialled]
         engines = {self.core.engines.engine_of(session) for session in sessions if session is not None}
         if len(engines) != 1 or None in sessions or not (engine := engines.pop()).whole:
@@ -475,59 +482,6 @@ class KVConsumer:
             lease_s=self.max_deadline_s,
             verifies=self.verifies,
         )
-
-
-class _DialledProducer:
-    """The channel to a process of a producer that this side has dialled: it is greeted with a welcome."""
-
-    def __init__(self, consumer: KVConsumer, address: str, security: Security) -> None:
-        self._of, self._inbox = consumer, PeerInbox()
-        self.peer = f"dialled {uuid.uuid4().hex}".encode()
-        self.channel = ControlChannel(address, security, self._on_message, self._on_lost)
-        self._names = uuid.uuid4().hex, new_token()
-        consumer._dialled[self.peer] = self
-
-    def greet(self, timeout_s: float) -> None:
-        """Say welcome and wait for the hello. Raises as KVConsumer.connect()."""
-        # The producer may open its data connection before its hello has been heard here.
-        self._of.receiver.add_session(*self._names)
-        self.channel.greet(self._of._welcome(*self._names), timeout_s)
-
-    def _on_message(self, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._of.control.post(self._on_hello, message)
-        elif isinstance(message, Reject):
-            self.channel.answer(message)
-        elif self._inbox.take():
-            self._of.control.post(self._handle, message)
-        else:
-            self.channel.give_up(FLOOD)
-
-    def _on_hello(self, hello: Hello) -> None:
-        try:
-            self._of._messages.on_hello(self.peer, hello, None, self._names)
-        except ProtocolError as error:
-            logger.warning("no session with %s: %s", hello.engine_id, reason_of(error))
-            self.channel.fail(error)
-        else:
-            self.channel.answer(hello)
-
-    def _handle(self, message: Message) -> None:
-        self._inbox.done()
-        self._of._messages.on_message(self.peer, message)
-
-    def _on_lost(self, reason: str) -> None:
-        self._of.control.post(self._lost_now, reason)
-
-    def _lost_now(self, reason: str) -> None:
-        self._of._messages.on_lost(self.peer, reason, departed=True)
-        self._of.receiver.drop_session(self._names[0])
-
-    def close(self) -> None:
-        """Say goodbye, and forget the session."""
-        self.channel.close()
-        self._of.control.call(self._lost_now, "the connection to all of the producer was not had")
-        self._of._dialled.pop(self.peer, None)
 
 
 class _Effects:

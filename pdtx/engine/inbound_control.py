@@ -354,7 +354,12 @@ class InboundControl:
             self._counts[engine] -= 1
             if not self._counts[engine]:
                 del self._counts[engine]
-                self.engines.forget(engine)
+            self.forget_idle(engine)
+
+    def forget_idle(self, engine: PrefillEngine) -> None:
+        """Forget a producer that is not there any more, unless it may come back for something."""
+        if not self._counts[engine] and not self.pulls.waits_for(engine):
+            self.engines.forget(engine)
 
     def _report(
         self, request: InboundRequest, error: PdtxError, phase: str, *, but: Session | None, tell: bool

@@ -51,6 +51,7 @@ class InboundMessages:
                     ask.session = session
         if welcome is not None:
             core.effects.send(peer, welcome(session))
+        core.pulls.on_session(session)
         return session
 
     def _retire(self, before: Session, after: Session) -> None:
@@ -74,10 +75,11 @@ class InboundMessages:
         """The requests that a session has asked for."""
         return [request for request in self._core.requests.values() if request.ask_of(session) is not None]
 
-    def on_lost(self, peer: bytes, reason: str, *, departed: bool = False) -> None:
+    def on_lost(self, peer: bytes, reason: str, *, departed: bool = False, dialled: bool = False) -> None:
         """A control channel has ended, and with it all requests of that process, but for those that it resumes.
 
-        departed: it has said goodbye, so that it does not come back.
+        departed: it has said goodbye, so that it does not come back. dialled: this side has dialled, so that only what
+        it pulls goes on: the producer cannot dial.
         """
         core = self._core
         session = core.sessions.get(peer)
@@ -87,7 +89,11 @@ class InboundMessages:
         resumes = session.resumes and not departed
         if resumes:
             core.suspend(session)
-        ended = [request for request in self._of(session) if _arrived(request) or not resumes]
+        ended = [
+            request
+            for request in self._of(session)
+            if _arrived(request) or not resumes or (dialled and not request.pulled)
+        ]
         engine = core.engines.engine_of(session)
         if not resumes:  # of what it has not asked for yet, the others must not wait for it
             ended += [
@@ -97,6 +103,7 @@ class InboundMessages:
         core.end_all(ended, lost, but=session)
         if not resumes:
             core.pulls.on_lost(session, lost)
+        core.forget_idle(engine)
 
     def on_connection_closed(self, session_id: str, reason: str) -> None:
         """Fail what a producer's process had under way when its data connection ended, unless it resumes it.
@@ -114,7 +121,9 @@ class InboundMessages:
             for request in self._of(session)
             if request.state is InboundState.RECEIVING and request.missing() is not None
         ]
-        self._core.end_all(cut, PeerLost(f"the data connection of {session.name} ended: {reason}"))
+        lost = PeerLost(f"the data connection of {session.name} ended: {reason}")
+        self._core.end_all([request for request in cut if _learns_itself(request, lost)], lost, tell=False)
+        self._core.end_all(cut, lost)
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +140,7 @@ class InboundMessages:
         if session.resumes and not isinstance(error, DeadlineExceeded | TransferRefused):
             core.suspend(session)  # its connection is at its end
         else:
-            core.fail(request, error)
+            core.fail(request, error, tell=not _learns_itself(request, error))
 
     def on_payload_twice(self, key: TransferKey) -> None:
         """The transport reported the end of a payload again, which changes nothing."""
@@ -221,6 +230,11 @@ class InboundMessages:
         if missing is not None:
             claims = f"{missing} ({claims})"
         core.fail(request, TransferError(f"{session.name} completed {request.request_id} wrongly: {claims}"))
+
+
+def _learns_itself(request: InboundRequest, error: PdtxError) -> bool:
+    """Whether a producer need not be told: it holds on what it offers, and knows that its own connection has ended."""
+    return request.pulled and not isinstance(error, DeadlineExceeded | TransferRefused)
 
 
 def _arrived(request: InboundRequest) -> bool:

@@ -1,7 +1,7 @@
 """The producer's record of one request: its blocks, what each process of the consumer gets of it, and the times."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,8 @@ class OutboundRequest(Owned):
     token_ids: of the prompt; empty where the caller has named their number only.
     blocks: None until they are taken. sources: a block table for each of the producer's groups, 0 where there is no
     block. device: the cache's.
-    legs: one for each process of the consumer. ready: all that has been computed.
+    legs: one for each process of the consumer. dropped: those of processes that were lost while they read what is
+    offered. ready: all that has been computed.
     deadline: time.monotonic() by which the consumer must have finished it.
     lease_s: of an offered request, how long it is held for whoever pulls it; 0 for one that is not offered.
     lease_end: time.monotonic() at which that is over, from when all of it was computed. generation: names the offer.
@@ -75,6 +76,7 @@ class OutboundRequest(Owned):
     finished: Finished | None = None
     error: PdtxError | None = None
     legs: "list[Leg]" = field(default_factory=list, repr=False)
+    dropped: "list[Leg]" = field(default_factory=list, repr=False)
     ready: list[ReadySlice] = field(default_factory=list, repr=False)
     picks: Picks = field(default_factory=Picks)
     prepare: float = 0.0
@@ -112,24 +114,30 @@ class OutboundRequest(Owned):
         return self.legs[0].destinations if self.legs else ()
 
     @property
+    def all_legs(self) -> "Iterator[Leg]":
+        """legs, and those that were dropped."""
+        yield from self.legs
+        yield from self.dropped
+
+    @property
     def nbytes(self) -> int:
         """Bytes that were handed to the transport; of what was sent again they count again."""
-        return sum(leg.nbytes for leg in self.legs)
+        return sum(leg.nbytes for leg in self.all_legs)
 
     @property
     def num_runs(self) -> int:
         """Runs that were handed to the transport."""
-        return sum(leg.num_runs for leg in self.legs)
+        return sum(leg.num_runs for leg in self.all_legs)
 
     @property
     def unsent(self) -> int:
         """Pieces that are computed and have not arrived."""
-        return sum(leg.unsent for leg in self.legs)
+        return sum(leg.unsent for leg in self.all_legs)
 
     @property
     def reading(self) -> int:
         """Readers of its blocks beside transfers: reference data for the consumer."""
-        return sum(leg.reading for leg in self.legs)
+        return sum(leg.reading for leg in self.all_legs)
 
     @property
     def state(self) -> OutboundState:

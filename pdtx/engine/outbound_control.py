@@ -113,7 +113,8 @@ class OutboundControl:
         now = time.monotonic()
         if session.opening is not None or (session.route is None and session.lost is None):
             return
-        if not session.new and not (self.resumes and session.is_broken and _undelivered(session)):
+        left = session.is_broken and (not session.renews or (self.resumes and _undelivered(session)))
+        if not session.new and not left:
             return
         if session.over is not None:
             self._end_legs(session.new, session.over, tell=False)
@@ -182,8 +183,31 @@ class OutboundControl:
         self.effects.ring()
 
     def _end_legs(self, legs: Iterable[Leg], error: PdtxError, *, tell: bool) -> None:
-        for request in {leg.request: None for leg in legs}:
-            self.end(request, error, tell=tell)
+        """End the requests of legs that were lost; what is offered is held on, for as long as its lease says."""
+        for leg in list(legs):
+            if leg.request.lease_s:
+                self._drop(leg, error, tell=tell)
+            else:
+                self.end(leg.request, error, tell=tell)
+
+    def _drop(self, leg: Leg, error: PdtxError, *, tell: bool) -> None:
+        """Forget that a process pulls an offered request: it, or another one, may do so again."""
+        request = leg.request
+        if leg not in request.legs:
+            return
+        logger.warning("%s has not read all of request %s: %s", leg.session.peer, request.request_id, error)
+        phase = request.phase
+        request.legs.remove(leg)
+        request.dropped.append(leg)
+        leg.drop(self.effects.next_attempt())
+        if tell:
+            self._say_failed(leg, phase, error)
+        self._return_blocks(request)
+
+    def _say_failed(self, leg: Leg, phase: str, error: PdtxError) -> None:
+        if leg.session.lost is None:
+            failure = Failure(request_id=leg.request.request_id, phase=phase, reason=reason_of(error))
+            self.effects.send(leg.session, failure)
 
     def tick(self, now: float) -> bool:
         """End requests whose deadline has passed, and go on with what waits; whether there is anything to wait for."""
@@ -273,6 +297,8 @@ class OutboundControl:
         del session.new[leg]
         session.live[leg] = None
         leg.route = session.route
+        if leg.request.dropped:
+            leg.follow(leg.request.dropped, self.effects.next_attempt(), keeps=self.resumes)
         leg.go(LegState.ASKED)
         self.effects.ask(leg)
 
@@ -346,12 +372,9 @@ class OutboundControl:
         self.draining[request] = None
         request.go(OutboundLife.DRAINING)
         for leg in request.legs:
-            for handle in list(leg.posted):
-                handle.cancel()
-            leg.session.new.pop(leg, None)
-            if error is not None and tell and leg.session.lost is None:
-                failure = Failure(request_id=request.request_id, phase=phase, reason=reason_of(error))
-                self.effects.send(leg.session, failure)
+            leg.stop()
+            if error is not None and tell:
+                self._say_failed(leg, phase, error)
         self._return_blocks(request)
         self.effects.ring()
 
@@ -387,8 +410,8 @@ class OutboundControl:
 
     def _return_blocks(self, request: OutboundRequest) -> None:
         """Return the blocks, once, when nothing reads them any more; forget a request that has ended."""
-        for leg in request.legs:
-            if request.life is not OutboundLife.OPEN and not leg.unsent:
+        for leg in request.all_legs:
+            if (request.life is not OutboundLife.OPEN or leg not in request.legs) and not leg.unsent:
                 leg.session.live.pop(leg, None)
         if request.unsent or request.reading:
             return
@@ -440,13 +463,14 @@ class OutboundControl:
         leg.unsent -= 1
         if piece.attempt == leg.attempt:
             leg.pending -= 1
-            cut = self.resumes and self._is_cut(piece, error)  # it goes on in another session
-            if error is not None and not cut:
+            if self.resumes and self._is_cut(piece, error):
+                self.advance(leg.session)  # it goes on in another session
+            elif error is not None and request.lease_s:
+                self._drop(leg, error, tell=True)
+            elif error is not None:
                 if type(error) is TransferError:  # the others say themselves what they are about
                     error = TransferError(f"{piece} could not be sent: {error}")
                 self.end(request, error)
-            elif cut:
-                self.advance(leg.session)
         self._return_blocks(request)
 
     def _is_cut(self, piece: Piece, error: PdtxError | None) -> bool:

@@ -77,6 +77,24 @@ class Leg(Owned):
         for handle in list(self.posted):
             handle.cancel()
 
+    def stop(self) -> None:
+        """Let nothing more of it cross than is moving now."""
+        for handle in list(self.posted):
+            handle.cancel()
+        self.session.new.pop(self, None)
+
+    def drop(self, attempt: int) -> None:
+        """Stop for good: pieces that are under way do not count any more, as attempt is another one."""
+        self.attempt = attempt
+        self.stop()
+
+    def follow(self, dropped: "Sequence[Leg]", attempt: int, *, keeps: bool) -> None:
+        """Ask in the place of a leg that was dropped. keeps: whether what its process has of that is not sent again."""
+        self.attempt = attempt
+        earlier = [leg for leg in dropped if leg.session.peer == self.session.peer]
+        if keeps and earlier:
+            self.delivered = dict(earlier[-1].delivered)
+
     def take(self, grant: Grant, tables: tuple[Int64s, ...], arrived: "ArrivedParts | None") -> None:
         """Take a grant. arrived: what is not to be sent again. Raises ProtocolError if that cannot be."""
         kept = {key: nbytes for key, nbytes in self.delivered.items() if arrived is not None and arrived.covers(key)}

@@ -32,6 +32,7 @@ class PendingPull:
 
     request_id: str
     source: PrefillEngine
+    generation: int | None
     deadline: float
     begun: float
 
@@ -45,7 +46,7 @@ class Pulls:
     def __init__(self, core: "InboundControl") -> None:
         self._core = core
         self.pending: dict[str, PendingPull] = {}
-        self._asked: dict[InboundRequest, None] = {}
+        self._asked: dict[InboundRequest, int | None] = {}  # with the generation that was pulled
         self._renew_at = 0.0
 
     def begin(self, source: PrefillEngine, request_id: str, generation: int | None, deadline: float) -> None:
@@ -62,7 +63,7 @@ class Pulls:
         if not source.whole:
             gone = sorted(set(range(source.processes)) - set(source.members))
             raise PeerLost(f"{source.engine_id}: nothing is heard of its processes {', '.join(map(str, gone))}")
-        self.pending[request_id] = PendingPull(request_id, source, deadline, time.monotonic())
+        self.pending[request_id] = PendingPull(request_id, source, generation, deadline, time.monotonic())
         source.failed.pulls_again(request_id)
         for session in source.members.values():
             core.effects.send(session.peer, Pull(request_id=request_id, generation=generation))
@@ -75,7 +76,32 @@ class Pulls:
             del self.pending[request.request_id]
             request.pulled = True
             request.deadline = min(request.deadline, found.deadline)
-            self._asked[request] = None
+            self._asked[request] = found.generation
+
+    def waits_for(self, engine: PrefillEngine) -> bool:
+        """Whether a pull from a producer has not been answered."""
+        return any(found.source is engine for found in self.pending.values())
+
+    def wants(self, engine: PrefillEngine) -> bool:
+        """Whether anything that was pulled from a producer has not all arrived."""
+        return any(source is engine for source, _ in self._wanted())
+
+    def on_session(self, session: Session) -> None:
+        """Ask a process again for what it has not begun, or has lost with the session before."""
+        engine = self._core.engines.engine_of(session)
+        lacking = [(one.request_id, one.generation) for one in self.pending.values() if one.source is engine]
+        for request, generation in self._asked.items():
+            ask = request.asks.get(session.process)
+            if request.engine is engine and not request.has_ended and (ask is None or ask.suspended):
+                lacking.append((request.request_id, generation))
+        for request_id, generation in lacking:
+            self._core.effects.send(session.peer, Pull(request_id=request_id, generation=generation))
+
+    def on_gone(self, engine: PrefillEngine, error: PdtxError) -> None:
+        """A producer cannot be had any more, and with it nothing that was pulled from there."""
+        self._core.end_all([request for request in self._asked if request.engine is engine], error)
+        for found in [found for found in self.pending.values() if found.source is engine]:
+            self.drop(found.request_id, error)
 
     def on_refused(self, session: Session, refuse: Refuse) -> None:
         """A process does not send its part of a request."""
@@ -86,7 +112,7 @@ class Pulls:
         request = core.requests.get((engine, refuse.request_id))
         if found is not None and found.source is engine:
             self.drop(refuse.request_id, error, answered=session)
-        elif request is not None and request.pulled and session.process not in request.asks:
+        elif request is not None and request.pulled and _waits_for(request, session):
             core.fail(request, error, but=session)
         else:
             logger.info("ignored a refusal of %s by %s", refuse.request_id, session.name)
@@ -102,6 +128,7 @@ class Pulls:
         found = self.pending.pop(request_id, None)
         if found is None:
             return
+        self._core.forget_idle(found.source)
         silent = {number for number in found.source.members if answered is None or number != answered.process}
         if silent:
             reason = f"it is not wanted any more: {reason_of(error)}"
@@ -141,4 +168,10 @@ class Pulls:
 
     def _wanted(self) -> Iterable[tuple[PrefillEngine, str]]:
         yield from ((found.source, found.request_id) for found in self.pending.values())
-        yield from ((request.engine, request.request_id) for request in self._asked)
+        yield from ((request.engine, request.request_id) for request in self._asked if not request.has_ended)
+
+
+def _waits_for(request: InboundRequest, session: Session) -> bool:
+    """Whether a process is still to ask for its part, for the first time or in a new session."""
+    ask = request.asks.get(session.process)
+    return ask is None or ask.suspended
