@@ -20,7 +20,7 @@ import torch
 from pdtx.cache import KVCaches, PagedBuffer, PagedKVCache, PagedLatentCache, PagedStateCache
 from pdtx.cache.model_shapes import model_shapes
 from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest, PrefillEngine, describe_cache
-from pdtx.errors import PdtxError
+from pdtx.errors import PdtxError, PeerLost
 from pdtx.kvspec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from pdtx.plan.runs import Int64s
 from pdtx.protocol import Finished
@@ -242,6 +242,13 @@ class Prefill(_Process):
             if session.route is not None:
                 session.route.connection.close()
 
+    def lose_channels(self) -> None:
+        """Break the control channels."""
+        for session in self.producer.core.sessions:
+            channel: Any = session.channel
+            channel._dialer.close(0.0, "it was cut")
+            channel._lose(PeerLost("it was cut"), "it was cut")
+
     def all_free(self) -> bool:
         limit = time.monotonic() + PATIENCE_S
         pools = self.producer.allocator.pools
@@ -338,6 +345,12 @@ class Decode(_Process):
         """Bytes of a request that have arrived."""
         requests = self.consumer.control.call(lambda: list(self.consumer.core.requests.values()))
         return next((one.received_bytes for one in requests if one.request_id == name), -1)
+
+    def completed(self, name: str) -> int:
+        """How many processes have said that their part of a request is complete."""
+        requests = self.consumer.control.call(lambda: list(self.consumer.core.requests.values()))
+        asks = [ask for one in requests if one.request_id == name for ask in one.asks.values()]
+        return sum(ask.complete is not None for ask in asks)
 
     def failed(self) -> int:
         return self.consumer.num_failed

@@ -12,6 +12,7 @@ import numpy as np
 
 from pdtx.cache import CacheGroup
 from pdtx.engine.arrivals import Arrivals, Notice, expected_buffers
+from pdtx.engine.holding_back import HoldingBack
 from pdtx.engine.matching import BufferMatch, Match
 from pdtx.engine.outbound_leg import ArrivedParts
 from pdtx.parallel import RankTransfer
@@ -91,8 +92,12 @@ class Delivery:
         group = self._group(match.index)
         buffer = self.scene.buffers[self.process.held[match.index].number]
         cuts = [0, *(cut for cut in range(1, buffer.num_tokens) if self.random.random() < 0.15), buffer.num_tokens]
-        parts = [group.ready(buffer.num_tokens, *cut, match.together) for cut in pairwise(cuts)]
-        return [found for part in parts if (found := group.uncached(part, buffer.cached_tokens))]
+        parts = [group.ready(buffer.num_tokens, *cut) for cut in pairwise(cuts)]
+        if match.together == 1 or not group.counts_tokens:
+            return [found for part in parts if (found := group.uncached(part, buffer.cached_tokens))]
+        held = HoldingBack(match.together, self._positions(match.index))
+        slices = [list(pairwise(cuts))[at] for at in self.random.permutation(len(cuts) - 1)]
+        return [found for cut in slices if (found := held.add(cut[0], cut[1], lambda: None)[0])]
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of all processes: of one layer each, or of several that lie one after another."""

@@ -359,19 +359,12 @@ class TestGroups:
     def test_what_a_decoder_needs(self, kind: str, positions: range) -> None:
         assert group(kind).positions(20) == positions
 
-    @given(
-        st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(0, 40)), st.integers(1, 9)
-    )
-    def test_chunks_make_up_what_is_needed(
-        self, kind: str, tokens: int, size: int, cuts: list[int], together: int
-    ) -> None:
+    @given(st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 9), st.lists(st.integers(0, 40)))
+    def test_chunks_make_up_what_is_needed(self, kind: str, tokens: int, size: int, cuts: list[int]) -> None:
         one = group(kind, size=size)
         edges = sorted({0, tokens, *(cut for cut in cuts if cut < tokens)})
-        parts = [one.ready(tokens, start, stop, together) for start, stop in pairwise(edges)]
-        assert [position for part in parts for position in part] == list(one.positions(tokens))
-        stops = [part.stop for part in parts if part]
-        if one.counts_tokens:
-            assert all(stop % together == 0 or stop == tokens for stop in stops), "what only moves together was parted"
+        shipped = [p for start, stop in pairwise(edges) for p in one.ready(tokens, start, stop)]
+        assert shipped == list(one.positions(tokens))
 
     def test_blocks_of_a_table(self) -> None:
         assert group("full").table_blocks(9) == range(3)

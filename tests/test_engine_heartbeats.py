@@ -32,7 +32,7 @@ class Listening(Dialer):
         self.heard.append(time.monotonic())
 
     def hello(self) -> None:
-        self.send(make_hello(ProcessIdentity("p"), "i", describe(make_cache()), "inproc"))
+        self.send(make_hello(ProcessIdentity("p"), describe(make_cache()), "inproc"))
         wait_until(lambda: any(isinstance(m, Welcome) for m in self.messages), "a welcome")
 
     def longest_gap_since(self, begun: float) -> float:
@@ -152,7 +152,7 @@ def test_heartbeats_keep_their_time(deed: str) -> None:
         begun = time.monotonic()
         match deed:
             case "hellos after a Bye":
-                hello = encode(make_hello(ProcessIdentity("p"), "i", describe(make_cache()), "inproc"))
+                hello = encode(make_hello(ProcessIdentity("p"), describe(make_cache()), "inproc"))
                 assert isinstance(decode(hello), Hello)
                 rogue.send(Bye(reason="enough"))
                 for _ in range(HELLOS):

@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -34,7 +35,7 @@ from tests.engine_pair import (
     require_contents_of,
     wait_until,
 )
-from tests.rank_fleet import Fleet, Remote, until
+from tests.rank_fleet import Fleet, Remote, all_of, sides, until
 from tests.rank_process import Decode, Side
 from tests.test_engine_scales import cache as quantized
 
@@ -151,6 +152,12 @@ class Resuming:
         request = self.producer.offer(name, num_tokens=num_tokens, lease_s=LEASE_S)
         self.consumer.pull(name, self.source, generation=request.generation, deadline_s=timeout_s)
         return request
+
+    @property
+    def noticed_bytes(self) -> int:
+        """Bytes of which both sides know that they have arrived, of the only request."""
+        (request,) = self.consumer.core.requests.values()
+        return request.noticed_bytes
 
     def ready(self) -> InboundRequest:
         ready = self.consumer.next_ready(PATIENCE_S)
@@ -296,7 +303,7 @@ def test_a_lost_control_channel_is_dialled_anew_and_the_request_goes_on() -> Non
         channel = pair.producer.core.session.channel
         assert channel is not None
         half = produce(pair.producer, request, CHUNKS[:3], stop_at=HALF)
-        wait_until(lambda: not request.unsent, "all pieces")
+        wait_until(lambda: pair.noticed_bytes == PAYLOAD // 2, "the notices of all pieces")
         channel._lose(PeerLost("it was cut"), "it was cut")  # type: ignore[attr-defined]
         wait_until(lambda: request.grant is not None and request.grant is not first, "another grant")
         assert request.grant is not None
@@ -345,6 +352,51 @@ def test_a_payload_that_is_refused_since_the_consumer_left_first_is_sent_in_anot
         require_contents_of(pair.destinations, ready, contents)
         pair.finish(ready)
         assert pair.producer.wait(request).text == "done"
+
+
+def test_the_end_of_a_data_connection_that_is_heard_of_before_the_completion_changes_nothing() -> None:
+    with resuming() as pair:
+        request = pair.begin()
+        contents = produce(pair.producer, request, CHUNKS, complete=False)
+        wait_until(lambda: pair.noticed_bytes == PAYLOAD, "all notices")
+        (session,) = pair.consumer.core.sessions.values()
+        pair.consumer.control.call(pair.consumer._messages.on_connection_closed, session.session_id, "it was cut")
+        pair.producer.computed(request, 7)
+        ready = pair.ready()
+        require_contents_of(pair.destinations, ready, contents)
+        pair.finish(ready)
+        assert pair.producer.wait(request).text == "done"
+
+
+def test_a_request_whose_completion_was_heard_ends_with_its_channel() -> None:
+    """Of two processes: the one that has completed its part does not ask for it again."""
+    prefill = sides(2, Side("4", options={"resumes": True}))
+    with Fleet(prefill, [Side("4", layout="flashinfer_hnd", block_size=32)]) as fleet:
+        all_of(fleet.prefill, "begin", "r", 75, 1)
+        fleet.prefill[0].do("compute", "r")
+        until(lambda: fleet.prefill[0].do("state", "r") == "COMPLETED", "the completion")
+        until(lambda: fleet.decode[0].do("completed", "r") == 1, "its message")
+        fleet.prefill[0].do("lose_channels")
+        until(lambda: fleet.decode[0].do("failed") == 1, "the end at decode")
+        for each in fleet.prefill:
+            with pytest.raises(PdtxError, match="lost"):
+                each.do("wait", "r")
+
+
+def test_what_a_consumer_says_of_a_cancelled_request_does_not_end_the_session(under_way: list[int]) -> None:
+    with resuming() as pair:
+        for number in range(20):
+            cancelled, other = pair.begin(f"a{number}"), pair.begin(f"b{number}")
+            for each in (cancelled, other):
+                wait_until(partial(lambda one: one.grant is not None, each), "a grant")
+            produce(pair.producer, cancelled, CHUNKS[:3], stop_at=HALF)
+            pair.producer.cancel(cancelled, "it is not wanted")
+            contents = produce(pair.producer, other, CHUNKS)
+            ready = pair.ready()
+            require_contents_of(pair.destinations, ready, contents)
+            pair.finish(ready)
+            assert pair.producer.wait(other).text == "done"
+        assert not under_way, "something was sent again"
 
 
 def test_a_request_that_is_not_asked_for_again_ends_by_its_deadline() -> None:

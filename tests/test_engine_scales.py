@@ -140,7 +140,7 @@ def test_a_cached_beginning_ends_where_scales_can_be_told_apart() -> None:
     )
     producer = KVProducer(source, describe(source), make_mover("tcp"))
     producer.connect(consumer.listen("127.0.0.1:0", security=OPEN), security=OPEN)
-    with pytest.raises(InputError, match="cached_tokens=41: buffer full has scales that 4 tokens share; say 40"):
+    with pytest.raises(InputError, match="cached_tokens=41: buffer full has 4 tokens that only move together; say 40"):
         consumer.expect("r", TOKENS, [[5, 3, 7]], cached_tokens=41, deadline_s=PATIENCE_S)
     table = torch.tensor([5, 3, 7])
     (buffer,) = destination.buffers

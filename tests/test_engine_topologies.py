@@ -63,8 +63,9 @@ def test_connecting_twice_to_one_consumer_is_refused_and_changes_nothing() -> No
     producer = make_producer(make_cache(num_blocks=30), "tcp")
     address = consumer.listen("127.0.0.1:0", security=OPEN)
     producer.connect(address, security=OPEN)
-    with pytest.raises(InputError, match=f"is connected to {consumer.engine_id} at {address} already"):
-        producer.connect(address, security=OPEN)
+    for other in (address, address.replace("127.0.0.1", "localhost")):
+        with pytest.raises(InputError, match=f"is connected to {consumer.engine_id} at {address} already"):
+            producer.connect(other, security=OPEN)
     request = producer.begin("r", num_tokens=TOKENS, timeout_s=PATIENCE_S)
     contents = produce(producer, request)
     ready = consumer.next_ready(PATIENCE_S)
@@ -75,17 +76,24 @@ def test_connecting_twice_to_one_consumer_is_refused_and_changes_nothing() -> No
         engine.mover.close()
 
 
-def test_a_consumer_that_has_gone_and_listens_again_can_be_connected_to() -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_consumer_that_has_gone_and_listens_again_can_be_connected_to(resumes: bool, begins: bool) -> None:
     first, second = (make_consumer(make_cache("flashinfer_hnd", 32), "tcp", verify=True) for _ in range(2))
-    producer = make_producer(make_cache(num_blocks=30), "tcp")
+    cache = caches_of(make_cache(num_blocks=30))
+    producer = KVProducer(cache, describe(cache), make_mover("tcp"), resumes=resumes)
     address = first.listen("127.0.0.1:0", security=OPEN)
     gone = producer.connect(address, security=OPEN)
     first.close()
     first.mover.close()
-    lost = producer.begin("lost", num_tokens=TOKENS, timeout_s=PATIENCE_S)
-    with pytest.raises(PdtxError):
-        producer.wait(lost)
-    assert gone.over is not None
+    wait_until(lambda: gone.sessions[0].lost is not None, "its goodbye")
+    if begins:
+        lost = producer.begin("lost", num_tokens=TOKENS, timeout_s=0.5)
+        if resumes:
+            with pytest.raises(InputError, match="which was lost; they go on by themselves"):
+                producer.connect(address, security=OPEN)
+        with pytest.raises(PdtxError):
+            producer.wait(lost)
     second.listen(address, security=OPEN)
     producer.connect(address, security=OPEN)
     request = producer.begin("r", num_tokens=TOKENS, timeout_s=PATIENCE_S)

@@ -1,7 +1,6 @@
 """Groups: layers that share block tables and a pool of blocks."""
 
 from dataclasses import dataclass
-from math import lcm
 from typing import Literal
 
 from pdtx.kvspec import ChunkedLocalAttentionSpec, CrossAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
@@ -79,11 +78,9 @@ class CacheGroup:
         needed = self.positions(num_tokens)
         return needed.start if self.counts_tokens and num_tokens else 0
 
-    def ready(self, num_tokens: int, start: int, stop: int, together: int = 1) -> range:
+    def ready(self, num_tokens: int, start: int, stop: int) -> range:
         """Return the positions to ship once tokens start..stop of a prompt of num_tokens are computed.
 
-        together: positions, counted from 0, that a transfer brings all or none of: they wait for the last of them, as
-        else a later chunk would bring the bytes of an earlier one again, and could be overtaken by it.
         Over a prompt's chunks they are disjoint and make up positions(num_tokens).
         """
         if self.kind == "state":
@@ -91,9 +88,7 @@ class CacheGroup:
         if self.kind == "cross":
             return self.positions(num_tokens) if start == 0 and stop > 0 else range(0)
         needed, ratio = self.positions(num_tokens), tokens_per_vector(self.spec)
-        unit = lcm(ratio, together)
-        start = start // unit * unit
-        stop = stop // ratio * ratio if stop == num_tokens else stop // unit * unit
+        start, stop = start // ratio * ratio, stop // ratio * ratio
         first, last = max(start, needed.start), min(stop, needed.stop)
         return range(first, max(first, last))
 

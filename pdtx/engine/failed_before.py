@@ -15,8 +15,8 @@ class FailedBefore:
 
     The processes of a producer do not know of one another, and neither does this side know which try of a request a
     process means that asks late. So a request id is of no use to any of them until the deadline of the request that has
-    failed: else one process could take part in an earlier try than another one. What was pulled is told apart by its
-    offer: there only the processes that have not answered as yet are refused, once each.
+    failed: else one process could take part in an earlier try than another one. Of what was pulled only the processes
+    that have not answered as yet are refused, once each, and it is not pulled again from several processes before that.
     """
 
     _pushed: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -36,6 +36,15 @@ class FailedBefore:
         """This side asks for a request, whatever has become of it before."""
         self._pulled.pop(request_id, None)
         self._pushed.pop(request_id, None)
+
+    def silent(self, request_id: str) -> set[int]:
+        """Return the processes that have not answered an earlier pull of a request."""
+        return self._pulled.get(request_id, (set[int](), ""))[0]
+
+    def lost(self, process: int) -> None:
+        """Note that a process answers nothing any more of what it was asked for."""
+        for request_id in [name for name, (silent, _) in self._pulled.items() if process in silent]:
+            self.answered(request_id, process)
 
     def refusal(self, request_id: str, process: int) -> str | None:
         """Return why a process cannot begin a request; None if nothing is in the way."""

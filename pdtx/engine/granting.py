@@ -55,15 +55,18 @@ def needs_of_tables(groups: Sequence[CacheGroup], expected: Expectation) -> tupl
 
 
 def check_cached_tokens(cache: KVCaches, num_tokens: int, cached_tokens: int) -> None:
-    """Raise InputError for a cached beginning that ends between tokens whose scales cannot be told apart.
+    """Raise InputError for a cached beginning that ends between tokens that only move together.
 
-    They move together: those of a cached token would come with the next one's, and not fit the elements that are there.
+    Bytes of a cached token would come with the next one's; its scales would not fit the elements that are there.
     """
     for buffer in cache.buffers:
-        unit = lcm(*(part.layout.tokens_together for part in buffer.layout.parts))
+        layout = buffer.layout
+        unit = lcm(*(part.layout.tokens_together for part in layout.parts))
+        if cache.groups[buffer.group].counts_tokens and "token" not in layout.sliceable:
+            unit = layout.block_size
         if cached_tokens % unit and cached_tokens < num_tokens:
             raise InputError(
-                f"cached_tokens={cached_tokens}: buffer {buffer.name} has scales that {unit} tokens share; "
+                f"cached_tokens={cached_tokens}: buffer {buffer.name} has {unit} tokens that only move together; "
                 f"say {cached_tokens // unit * unit}, a multiple of {unit}"
             )
 

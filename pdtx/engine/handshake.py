@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdtx import __version__
 from pdtx.arguments import integer
@@ -25,11 +25,15 @@ from pdtx.text import reason_of
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Which process of which engine this is: number process of processes. Raises InputError for what cannot be."""
+    """Which process of which engine this is: number process of processes. Raises InputError for what cannot be.
+
+    incarnation: of this process, another one each time that it is started.
+    """
 
     engine_id: str
     process: int = 0
     processes: int = 1
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         integer("processes", self.processes, 1, MAX_PROCESSES)
@@ -50,17 +54,15 @@ class ProcessIdentity:
 # -- the producer ------------------------------------------------------------------------------------------------------
 
 
-def make_hello(
-    identity: ProcessIdentity, incarnation: str, cache: CacheDescription, mover: str, *, resumes: bool = False
-) -> Hello:
-    """Return what a producer says of itself. incarnation: see Hello."""
+def make_hello(identity: ProcessIdentity, cache: CacheDescription, mover: str, *, resumes: bool = False) -> Hello:
+    """Return what a producer says of itself."""
     return Hello(
         protocol=PROTOCOL_VERSION,
         pdtx_version=__version__,
         engine_id=identity.engine_id,
         process=identity.process,
         processes=identity.processes,
-        incarnation=incarnation,
+        incarnation=identity.incarnation,
         cache=cache,
         movers=[mover],
         resumes=resumes,
@@ -135,7 +137,7 @@ def make_welcome(
         engine_id=identity.engine_id,
         process=identity.process,
         processes=identity.processes,
-        incarnation=session_id,
+        incarnation=identity.incarnation,
         session_id=session_id,
         token=token,
         cache=cache,

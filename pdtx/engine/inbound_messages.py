@@ -92,13 +92,14 @@ class InboundMessages:
         ended = [
             request
             for request in self._of(session)
-            if _arrived(request) or not resumes or (dialled and not request.pulled)
+            if _arrived(request) or _completed(request, session) or not resumes or (dialled and not request.pulled)
         ]
         engine = core.engines.engine_of(session)
         if not resumes:  # of what it has not asked for yet, the others must not wait for it
             ended += [
                 request for request in core.requests.values() if request.engine is engine and request not in ended
             ]
+        engine.failed.lost(session.process)
         core.engines.drop(session, keep=resumes)
         core.end_all(ended, lost, but=session)
         if not resumes:
@@ -224,6 +225,9 @@ class InboundMessages:
                 request_id=request.request_id, first_token=first_token, num_tokens=request.num_tokens, nbytes=claimed
             )
             request.go(InboundState.READY)
+            for one in request.asks.values():
+                # Its data connection may have ended before this came, over the control channel.
+                one.suspended = one.suspended and core.sessions.get(one.session.peer) is not one.session
             core.effects.ready(request)
             return
         claims = f"claims {complete.num_tokens} tokens and {claimed} bytes, noticed {noticed}, received {received}"
@@ -235,6 +239,12 @@ class InboundMessages:
 def _learns_itself(request: InboundRequest, error: PdtxError) -> bool:
     """Whether a producer need not be told: it holds on what it offers, and knows that its own connection has ended."""
     return request.pulled and not isinstance(error, DeadlineExceeded | TransferRefused)
+
+
+def _completed(request: InboundRequest, session: Session) -> bool:
+    """Whether a process has said that its part is complete: it does not ask for that again."""
+    ask = request.ask_of(session)
+    return ask is not None and ask.complete is not None
 
 
 def _arrived(request: InboundRequest) -> bool:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,16 +50,13 @@ class SessionOpener:
     ) -> None:
         self._identity, self._cache, self._facts, self._mover = identity, cache, facts, mover
         self._mode, self._costs, self._resumes = mode, costs, resumes
-        self._incarnation = uuid.uuid4().hex
         self.require: PathKind | None = None
         self._closed = False
         self._threads = ThreadPoolExecutor(_OPENERS, "pdtx-opener")
 
     def hello(self) -> Hello:
         """Return what this producer says of itself, in every session."""
-        return make_hello(
-            self._identity, self._incarnation, self._facts.description, self._mover.name, resumes=self._resumes
-        )
+        return make_hello(self._identity, self._facts.description, self._mover.name, resumes=self._resumes)
 
     def open(self, channel: ControlChannel, timeout_s: float) -> Route:
         """Shake hands for a session, and open its data connection. Raises as KVProducer.connect() does."""

@@ -97,8 +97,9 @@ class OutboundControl:
         self.engines.append(engine)
 
     def drop_engine(self, engine: DecodeEngine) -> None:
-        """Forget a consumer that is gone for good."""
-        self.engines.remove(engine)
+        """Forget a consumer that is gone."""
+        if engine in self.engines:
+            self.engines.remove(engine)
 
     def drop_session(self, session: OutboundSession) -> None:
         """Forget a session that the consumer has dialled, and may dial again."""
@@ -326,11 +327,9 @@ class OutboundControl:
         ours = match.layer_index.get(ready.layer) if match is not None else None
         if route is None or match is None or ours is None or leg.grant is None:
             return
-        group = self.cache.groups[match.producer_group]
-        computed = group.ready(request.num_tokens, ready.start, ready.stop, match.together)
-        positions = group.uncached(computed, leg.grant.cached_tokens)
+        positions, fence = leg.sendable(match, self.cache.groups[match.producer_group], ready)
         for move in match.moves if positions else ():
-            piece = Piece(leg, leg.attempt, route, match, move, range(ours, ours + 1), positions, ready.fence)
+            piece = Piece(leg, leg.attempt, route, match, move, range(ours, ours + 1), positions, fence)
             try:
                 if leg.arrived is not None and leg.has_arrived(piece.key):
                     continue
@@ -463,7 +462,9 @@ class OutboundControl:
         leg.unsent -= 1
         if piece.attempt == leg.attempt:
             leg.pending -= 1
-            if self.resumes and self._is_cut(piece, error):
+            if request.has_outcome:
+                pass  # what the consumer says of it tells nothing of the session
+            elif self.resumes and self._is_cut(piece, error):
                 self.advance(leg.session)  # it goes on in another session
             elif error is not None and request.lease_s:
                 self._drop(leg, error, tell=True)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pdtx.cache import CacheGroup
 from pdtx.engine.control_thread import ControlThread, Owned
+from pdtx.engine.holding_back import Fence, HoldingBack
 from pdtx.engine.matching import BufferMatch, Match
-from pdtx.engine.outbound import OutboundRequest
+from pdtx.engine.outbound import OutboundRequest, ReadySlice
 from pdtx.engine.outbound_session import OutboundSession
 from pdtx.engine.route import Route
 from pdtx.engine.states import LEG, LegState, check_transition
@@ -29,6 +31,7 @@ class Leg(Owned):
 
     attempt: of asking for a grant; what is left of an earlier one's pieces only counts for the blocks. route: of the
     session in which it was asked. unsent: pieces that have not ended, pending: those of them of this attempt.
+    held: of each layer of a buffer, what waits for the rest of what only moves together.
     delivered: bytes of each piece whose arrival was noticed to the consumer.
     """
 
@@ -42,6 +45,7 @@ class Leg(Owned):
     arrived: "ArrivedParts | None" = None
     unsent: int = 0
     pending: int = 0
+    held: dict[tuple[int, int], HoldingBack] = field(default_factory=dict, repr=False)
     posted: dict[TransferHandle, None] = field(default_factory=dict)
     delivered: dict[TransferKey, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -74,8 +78,23 @@ class Leg(Owned):
         """Go back to before it was asked: what has not begun never crosses."""
         self.go(LegState.NEW)
         self.grant, self.destinations, self.pending, self.arrived = None, (), 0, None
+        self.held.clear()
         for handle in list(self.posted):
             handle.cancel()
+
+    def sendable(self, match: BufferMatch, group: CacheGroup, ready: ReadySlice) -> tuple[range, Fence]:
+        """Return the positions that can be sent now that a slice is computed, and what returns once they are written.
+
+        group: the producer's. What only moves together waits until all of it is computed.
+        """
+        cached, tokens = self.grant.cached_tokens if self.grant is not None else 0, self.request.num_tokens
+        if match.together == 1 or not group.counts_tokens:
+            return group.uncached(group.ready(tokens, ready.start, ready.stop), cached), ready.fence
+        held = self.held.get((ready.buffer, ready.layer))
+        if held is None:
+            needed = group.uncached(group.positions(tokens), cached)
+            held = self.held[ready.buffer, ready.layer] = HoldingBack(match.together, needed)
+        return held.add(ready.start, ready.stop, ready.fence)
 
     def stop(self) -> None:
         """Let nothing more of it cross than is moving now."""

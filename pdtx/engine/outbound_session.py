@@ -48,13 +48,20 @@ class OutboundSession:
     """What a producer knows of its session with one process of a consumer. Changed by its control thread alone.
 
     channel: to that process. renews: whether a session that was lost may be replaced: where this side has dialled.
+    accepted_from: the process (engine, number, incarnation) that has dialled this side, if it has.
     lost: what ended it, until there is another one. over: why there will not be another one.
     opening: what the one that is being opened replaces. attempt_error: what was in the way of the last attempt.
     new: legs that have not been asked for; live: those that have, until nothing of them is at the transport.
     """
 
-    def __init__(self, channel: OutboundChannel | None = None, *, renews: bool = True) -> None:
-        self.channel, self.renews = channel, renews
+    def __init__(
+        self,
+        channel: OutboundChannel | None = None,
+        *,
+        renews: bool = True,
+        accepted_from: tuple[str, int, str] | None = None,
+    ) -> None:
+        self.channel, self.renews, self.accepted_from = channel, renews, accepted_from
         self.engine: DecodeEngine | None = None
         self.route: Route | None = None
         self.lost: PdtxError | None = None

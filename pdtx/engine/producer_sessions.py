@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from pdtx.address import numeric_host, parse_address
 from pdtx.engine.control_channel import AcceptedChannel, ControlChannel
 from pdtx.engine.control_thread import FLOOD, ControlThread, PeerInbox
 from pdtx.engine.coverage import require_all_sent
@@ -43,7 +44,7 @@ class ProducerSessions:
         """Open a session with every process of a consumer. Raises as KVProducer.connect()."""
         deadline, sessions = time.monotonic() + timeout_s, list[OutboundSession]()
         routes = list[Route]()
-        self._control.call(self._make_way, addresses)
+        gone = self._control.call(self._gone_at, {_place(address) for address in addresses})
         try:
             for address in addresses:
                 session = self._dialled(address, security)
@@ -60,19 +61,35 @@ class ProducerSessions:
                     session.channel.close()  # or its heartbeats would keep the consumer's session alive
             raise
         self._control.call(self._add, engine, list(zip(sessions, routes, strict=True)))
+        for one in gone:
+            self._control.call(self._forget, one)
         return engine
 
-    def _make_way(self, addresses: Sequence[str]) -> None:
-        """Forget a consumer that is gone and listens again; InputError for one that this producer is connected to."""
-        for engine in list(self._core.engines):
-            for session in engine.sessions:
-                channel = session.channel
-                if not isinstance(channel, ControlChannel) or channel.address not in addresses:
-                    continue
-                if engine.over is None:
-                    raise InputError(f"this producer is connected to {engine.engine_id} at {channel.address} already")
-                self._core.drop_engine(engine)
-                break
+    def _gone_at(self, places: set[tuple[str, int]]) -> list[DecodeEngine]:
+        """Return the consumers that were at some places and are gone; InputError for one that is not."""
+        found = list[DecodeEngine]()
+        for engine in self._core.engines:
+            dialled = [one for one in engine.sessions if isinstance(one.channel, ControlChannel)]
+            here = [one.channel.address for one in dialled if one.channel and _place(one.channel.address) in places]
+            if not here:
+                continue
+            if all(one.lost is None for one in dialled):
+                raise InputError(f"this producer is connected to {engine.engine_id} at {here[0]} already")
+            if any(one.new or one.live for one in dialled):
+                raise InputError(
+                    f"this producer has requests under way to {engine.engine_id} at {here[0]}, which was lost; "
+                    "they go on by themselves once it is there again, or end: connect after that"
+                )
+            found.append(engine)
+        return found
+
+    def _forget(self, engine: DecodeEngine) -> None:
+        """Forget a consumer that is gone, now that there is another one in its place."""
+        self._core.drop_engine(engine)
+        for session in engine.sessions:
+            session.close(PeerLost(f"{engine.engine_id} is gone"))
+            if session.route is not None:
+                session.route.connection.close()
 
     def _dialled(self, address: str, security: Security) -> OutboundSession:
         inbox, session = PeerInbox(), OutboundSession()
@@ -173,8 +190,11 @@ class ProducerSessions:
                 session.route.connection.close()
 
     def _accept(self, listener: Listener, peer: bytes, welcome: Welcome) -> None:
+        name = welcome.engine_id, welcome.process, welcome.incarnation
+        for other in [other for other, before in self._accepted.items() if before.accepted_from == name]:
+            self._on_accepted_lost(other, "it opened another session")  # whose end has not been noticed here
         channel = AcceptedChannel(listener, peer)
-        session = self._accepted[peer] = OutboundSession(channel, renews=False)
+        session = self._accepted[peer] = OutboundSession(channel, renews=False, accepted_from=name)
         if self._core.over is not None:
             self._refuse(peer, session, self._core.over)
             return
@@ -256,3 +276,9 @@ def _check_whole(routes: Sequence[Route]) -> None:
             if ours != other:
                 raise IncompatiblePeer(f"{field} of the consumer's processes", str(ours), str(other))
     require_all_sent([route.match for route in routes])
+
+
+def _place(address: str) -> tuple[str, int]:
+    """Return the numeric address, so that two names of one are the same."""
+    host, port = parse_address(address)
+    return numeric_host(host), port

@@ -63,6 +63,12 @@ class Pulls:
         if not source.whole:
             gone = sorted(set(range(source.processes)) - set(source.members))
             raise PeerLost(f"{source.engine_id}: nothing is heard of its processes {', '.join(map(str, gone))}")
+        silent = sorted(source.failed.silent(request_id) & set(source.members))
+        if silent and source.processes > 1:  # one of them could answer with what it had offered then
+            raise InputError(
+                f"request id {request_id!r}: processes {', '.join(map(str, silent))} of {source.engine_id} have not "
+                "answered an earlier pull of it, which has failed; have it offered under another id"
+            )
         self.pending[request_id] = PendingPull(request_id, source, generation, deadline, time.monotonic())
         source.failed.pulls_again(request_id)
         for session in source.members.values():
