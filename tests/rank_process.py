@@ -192,8 +192,10 @@ class Prefill(_Process):
         request = self.producer.begin(name, num_tokens=num_tokens, timeout_s=timeout_s, to=self.engines[to])
         self.requests[name] = request, seed
 
-    def offer(self, name: str, num_tokens: int, seed: int, lease_s: float) -> int:
-        request = self.producer.offer(name, num_tokens=num_tokens, lease_s=lease_s)
+    def offer(
+        self, name: str, num_tokens: int, seed: int, lease_s: float, generation: int | None = None
+    ) -> int:  # fmt: skip
+        request = self.producer.offer(name, num_tokens=num_tokens, lease_s=lease_s, generation=generation)
         self.requests[name] = request, seed
         return request.generation
 

@@ -163,6 +163,9 @@ def test_caches_over_memory_of_others_are_not_written() -> None:
     assert all(bool((one == 3).all()) for one in memory)
     with pytest.raises(pdtx.InputError, match="memory was given for x; the buffers are full"):
         pdtx.cache_of(spec, num_blocks=4, memory={"x": memory[0]})
+    for name in ("triton_per_token_head_hnd", "mla", "flashinfer_nvfp4_hnd", "mla,mamba_sd"):
+        with pytest.raises(pdtx.LayoutError, match=f"{name.replace(',', ', ')}: this does not hold .*flash_attn_nhd"):
+            pdtx.cache_of(spec, name, num_blocks=4, tp_size=2, memory=memory)
     with pytest.raises(pdtx.LayoutError):
         pdtx.cache_of(spec, num_blocks=5, tp_size=2, memory=memory)
     with pytest.raises(pdtx.InputError, match="leave them out beside memory"):

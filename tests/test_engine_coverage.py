@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdtx
-from pdtx.cache import KVCaches
+from pdtx.cache import CacheGroup, KVCaches, PagedKVCache
 from pdtx.cache.model_shapes import model_shapes
 from pdtx.engine import Arrived, KVConsumer, KVProducer, OutboundRequest, describe_cache, facts_of
 from pdtx.engine.coverage import require_all_received, require_all_sent
@@ -227,3 +227,18 @@ def test_what_is_about_the_whole_model_is_refused_for_some_ranks() -> None:
         tier_caches(cache, block_tokens=16, nbytes=1 << 20)
     with pytest.raises(InputError, match=rf"check_transfer\(\) {words}"):
         pdtx.check_transfer(cache, cache, lambda *_: None, source_blocks=[1], destination_blocks=[2], tokens=4)
+
+
+def test_layers_in_a_buffer_of_another_name_are_told_from_layers_that_are_not_there() -> None:
+    def side(buffer: str) -> CacheFacts:
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="bfloat16")
+        groups = [CacheGroup("full", "full", 16, 3, spec)]
+        layers = ("layers.0", "layers.1")
+        cache = KVCaches(groups, [(0, PagedKVCache(spec, num_blocks=3, num_layers=2, name=buffer, layer_names=layers))])
+        return facts_of(describe_cache(cache, model="m", fingerprint="same"))
+
+    match = match_caches(side("full"), side("full.0"))
+    with pytest.raises(IncompatiblePeer, match=r"the consumer has them in buffer full\.0; give the buffers one name"):
+        require_all_sent([match])
+    with pytest.raises(IncompatiblePeer, match="the producer has them in buffer full; give the buffers one name"):
+        require_all_received([match])

@@ -199,6 +199,18 @@ def test_nothing_is_pulled_again_before_all_processes_have_answered() -> None:
         assert [text for text, *_ in all_of(fleet.prefill, "wait", "r")] == ["done", "done"]
 
 
+def test_the_processes_of_a_producer_share_a_generation() -> None:
+    decode = [Side("4", layout="flashinfer_hnd", block_size=32)]
+    with Fleet(sides(2, Side("4")), decode, pull=True) as fleet:
+        assert all_of(fleet.prefill, "offer", "r", 75, 1, 30.0, 5) == [5, 5]
+        all_of(fleet.prefill, "compute", "r")
+        fleet.decode[0].do("pull", "r", 6)
+        assert "generation 6 of it is not offered" in fleet.decode[0].do("poll", "r")
+        fleet.decode[0].do("pull", "r", 5)
+        fleet.require_right([fleet.decode[0].do("take", 1)], "r")
+        assert [text for text, *_ in all_of(fleet.prefill, "wait", "r")] == ["done", "done"]
+
+
 def test_ranks_in_processes_go_on_where_one_connection_was_cut() -> None:
     prefill = sides(2, Side("4", options={"resumes": True}))
     decode = sides(2, Side("4", layout="flashinfer_hnd", block_size=32))

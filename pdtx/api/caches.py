@@ -10,7 +10,7 @@ from pdtx.cache.foreign import AnyMemory
 from pdtx.cache.model_shapes import model_shapes
 from pdtx.errors import InputError
 from pdtx.kvspec import KVCacheSpec, StateSharding
-from pdtx.layout import AnyLayout, any_layout, parse_layouts
+from pdtx.layout import AnyLayout, any_layout, parse_layouts, require_held
 from pdtx.parallel import rank_spec
 
 BufferMemory = AnyMemory | Sequence[AnyMemory]
@@ -60,7 +60,8 @@ def cache_of(
 ) -> KVCaches:
     """Return the caches of a model: a group for each behaviour of its layers, a buffer for each spec.
 
-    layouts: a preset's name, or several with commas for several kinds of layers. num_blocks: of each group, the null
+    layouts: a preset's name, or several with commas for several kinds of layers; an order of plain elements stands for
+    that of quantized ones, too (flashinfer_hnd for triton_per_token_head_hnd). num_blocks: of each group, the null
     block among them. encoder_positions: of cross attention. tp_ranks: of tp_size those that this process has, None for
     all.
     memory: where it is allocated already, of the only buffer or of each by its name; then nothing is allocated or
@@ -68,9 +69,11 @@ def cache_of(
     For groups and buffers of your own making, see Cache.over and Cache.allocate.
     Raises LayoutError, SpecError or ParallelError for what cannot be, InputError for memory that is not there.
     """
+    names = parse_layouts(layouts)
+    require_held(names, spec.layers)
     groups, shapes = model_shapes(
         spec.layers,
-        parse_layouts(layouts),
+        names,
         num_blocks=num_blocks,
         tp_size=tp_size,
         tp_ranks=tp_ranks,
@@ -82,9 +85,9 @@ def cache_of(
     if shared or str(device) != "cpu":
         raise InputError("device and shared are for memory that is allocated here; leave them out beside memory")
     given = memory if isinstance(memory, Mapping) else {shape.name: memory for shape in shapes[:1]}
-    names = [shape.name for shape in shapes]
-    if set(given) != set(names):
-        raise InputError(f"memory was given for {', '.join(given) or 'nothing'}; the buffers are {', '.join(names)}")
+    buffers = [shape.name for shape in shapes]
+    if set(given) != set(buffers):
+        raise InputError(f"memory was given for {', '.join(given) or 'nothing'}; the buffers are {', '.join(buffers)}")
     return KVCaches.over(groups, [_over(shape, given[shape.name]) for shape in shapes])
 
 

@@ -24,7 +24,7 @@ from pdtx.engine.dialled_producer import DialledProducer
 from pdtx.engine.granting import check_cached_tokens
 from pdtx.engine.handshake import ProcessIdentity, make_reject, make_welcome
 from pdtx.engine.inbound import Arrived, Expectation, InboundRequest, PrefillEngine
-from pdtx.engine.inbound_control import InboundControl
+from pdtx.engine.inbound_control import InboundControl, arrived_only
 from pdtx.engine.inbound_messages import InboundMessages
 from pdtx.engine.keeping import keep_request
 from pdtx.engine.landing import Door
@@ -253,9 +253,13 @@ class KVConsumer:
         self.control.require_own(request)
         self.control.post(self.core.release, request)
 
-    def finish(self, request: InboundRequest, finished: Finished) -> None:
-        """End a request well, and tell the producer how. Raises ProtocolError for what no message can carry."""
+    def finish(self, request: InboundRequest, finished: Finished | None = None) -> None:
+        """End a request well, and tell the producer how; finished: None where nothing was decoded here.
+
+        Raises ProtocolError for what no message can carry.
+        """
         self.control.require_own(request)
+        finished = finished or arrived_only(request)
         encode(finished)  # before the request ends, of which the producer would not learn otherwise
         self.control.call(self.core.finish, request, finished)
 

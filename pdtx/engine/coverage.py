@@ -39,7 +39,7 @@ def require_all_received(matches: Sequence[Match]) -> None:
             if found is not None:
                 held = np.array(found.layers) != ABSENT
                 times += np.outer(held, np.array([pair in found.move_index for pair in pairs], bool))
-        _check(buffer, kept, times, [pair[0] for pair in pairs], "producer")
+        _check(buffer, kept, times, [pair[0] for pair in pairs], "producer", [match.producer for match in matches])
 
 
 def require_all_sent(matches: Sequence[Match]) -> None:
@@ -58,7 +58,7 @@ def require_all_sent(matches: Sequence[Match]) -> None:
             if found is not None:
                 held = np.array([layer in found.layer_index for layer in range(buffer.num_layers)])
                 times += np.outer(held, np.array([pair in found.move_index for pair in pairs], bool))
-        _check(buffer, kept, times, [pair[1] for pair in pairs], "consumer")
+        _check(buffer, kept, times, [pair[1] for pair in pairs], "consumer", [match.consumer for match in matches])
 
 
 def _not_transferred(matches: Sequence[Match]) -> set[str]:
@@ -74,17 +74,34 @@ def _tp_size(sides: Sequence[CacheFacts]) -> int:
     return sizes[0]
 
 
-def _check(buffer: BufferFacts, kept: set[str], times: np.ndarray, ranks: Sequence[int], other: str) -> None:
+def _advice(absent: Sequence[str], buffer: BufferFacts, other: str, processes: Sequence[CacheFacts]) -> str:
+    """Say what to do where the other side lacks layers of a buffer: it may only call the buffer otherwise."""
+    for theirs in (theirs for process in processes for theirs in process.buffers):
+        if theirs.name != buffer.name and not set(absent).isdisjoint(theirs.layer_names):
+            return f"the {other} has them in buffer {theirs.name}; give the buffers one name on both sides"
+    return _ADVICE
+
+
+def _check(
+    buffer: BufferFacts,
+    kept: set[str],
+    times: np.ndarray,
+    ranks: Sequence[int],
+    other: str,
+    processes: Sequence[CacheFacts],
+) -> None:
     """Check how many times each layer (rows) of a buffer moves for each pair of ranks (columns).
 
-    ranks: of the other side, for each column. other: which side that is.
+    ranks: of the other side, for each column. other: which side that is. processes: its.
     """
     moved = np.array([name not in kept for name in buffer.layer_names])
     absent = [name for name, row in zip(buffer.layer_names, times, strict=True) if name not in kept and not row.any()]
     if absent and times.shape[1]:
         has, needs = str(int(moved.sum()) - len(absent)), str(int(moved.sum()))
         sides = (has, needs) if other == "producer" else (needs, has)
-        raise IncompatiblePeer(f"layers of buffer {buffer.name}", *sides, f"{some_of(absent)}: {_ADVICE}")
+        raise IncompatiblePeer(
+            f"layers of buffer {buffer.name}", *sides, f"{some_of(absent)}: {_advice(absent, buffer, other, processes)}"
+        )
     for wrong, what in ((times < 1, "none"), (times > 1, "two")):
         at = np.argwhere(wrong & moved[:, None])
         if len(at):

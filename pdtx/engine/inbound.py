@@ -239,10 +239,7 @@ class InboundRequest(Owned):
 
     def lacking(self) -> str:
         """Say what it waits for: payloads, notices of them, the other processes, or the completion."""
-        found = self.missing() or self.landing.unnoticed()
-        if found is not None:
-            return found
         silent = sorted(set(range(self.engine.processes)) - set(self.asks))
-        if silent:
-            return f"nothing was heard of processes {', '.join(map(str, silent))} of {self.engine.processes}"
-        return "all has arrived, but not the notice that it is complete"
+        heard = f"nothing was heard of processes {', '.join(map(str, silent))} of {self.engine.processes}"
+        found = [self.missing() or self.landing.unnoticed(), heard if silent else None]
+        return "; ".join(filter(None, found)) or "all has arrived, but not the notice that it is complete"

@@ -443,7 +443,7 @@ class InboundControl:
             self.fail(request, error)
         elif not request.has_ended:
             self.release(request)
-            self.finish(request, _received(request))
+            self.finish(request, arrived_only(request))
 
     def expect(self, expected: Expectation) -> None:
         """Let a request in as soon as a producer asks for it.
@@ -511,7 +511,7 @@ def _not_scrubbed() -> TransferError:
     return TransferError("its blocks could not be filled with poison; see the log")
 
 
-def _received(request: InboundRequest) -> Finished:
+def arrived_only(request: InboundRequest) -> Finished:
     """Return the message that a request which nobody decodes here has arrived."""
     return Finished(
         request_id=request.request_id,

@@ -75,7 +75,12 @@ class Offers:
         known = request.generation if request is not None and request.lease_s else self._ended.get(pull.request_id)
         if known is None or pull.generation not in (None, known):
             self.unknown_reads += 1
-            return "no such request is offered here" if known is None else "it was offered anew; this one is gone"
+            if known is None:
+                return "no such request is offered here"
+            return (
+                f"generation {pull.generation} of it is not offered: it was offered anew, or the processes of this "
+                "producer were not given one generation"
+            )
         if request is None or not request.lease_s:
             self.late_reads += 1
             return "it is not held any more: its lease has ended, or it was read or cancelled"

@@ -245,20 +245,25 @@ class KVProducer:
         ignore_eos: bool = False,
         num_tokens: int | None = None,
         tables: BlockTables | None = None,
+        generation: int | None = None,
     ) -> OutboundRequest:
         """Take blocks for a prompt, and hold them for a consumer that pulls the request.
 
         It goes on as with begin(): layer_ready(), computed(), wait() or poll(). From computed() on the blocks are held
         for lease_s, and for as long again from each time that the consumer says that it still wants them; then they are
         given back, and the request has failed with LeaseExpired. timeout_s: within which all of it must have ended.
-        The request's generation names this offer; a consumer that names another one does not get it.
+        generation: names this offer, so that a consumer that names another one does not get it; drawn where None. The
+        processes of one producer are given the same one.
         Raises as begin().
         """
         lease_s = seconds("lease_s", lease_s)
         if not lease_s:
             raise InputError("lease_s is 0; give the seconds that the offer is held for")
         request = self._request(request_id, token_ids, num_tokens, max_tokens, timeout_s, ignore_eos=ignore_eos)
-        request.lease_s, request.generation = lease_s, secrets.randbits(62)
+        request.lease_s = lease_s
+        request.generation = (
+            secrets.randbits(62) if generation is None else integer("generation", generation, 0, MAX_COUNT)
+        )
         return self._start(request, tables, None)
 
     def _request(

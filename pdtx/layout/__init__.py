@@ -12,7 +12,7 @@ StridedLayouts.
 
 from pdtx.callable_package import make_callable
 from pdtx.layout.base import Int64s, Layout, Part
-from pdtx.layout.choose import cache_kind, layout_for, parse_layouts
+from pdtx.layout.choose import cache_kind, layout_for, parse_layouts, require_held
 from pdtx.layout.elements import AXIS_NAMES, KVCacheLayout
 from pdtx.layout.make import AnyLayout, any_layout, make_layout
 from pdtx.layout.parted import PartedLayout, make_parted_layout
@@ -61,6 +61,7 @@ __all__ = [
     "make_state_layout",
     "parse_layouts",
     "preset_name",
+    "require_held",
 ]
 
 make_callable(__name__, "pdtx.api.caches:layout")  # pdtx.layout(...), see docs/python.md

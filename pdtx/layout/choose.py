@@ -1,5 +1,7 @@
 """Which preset a layer's cache lies in, given the user's choice for attention."""
 
+from collections.abc import Mapping, Sequence
+
 from pdtx.errors import LayoutError
 from pdtx.kvspec import (
     HiddenStateCacheSpec,
@@ -22,6 +24,7 @@ from pdtx.layout.presets import (
 )
 
 _LATENT = (MLAAttentionSpec, SlidingWindowMLASpec)
+_KEYS_AND_VALUES = ("plain", "diffkv", "per_token_head", "nvfp4", "turboquant")
 
 
 def parse_layouts(text: str) -> tuple[str, ...]:
@@ -46,6 +49,23 @@ def layout_for(spec: KVCacheSpec, layer_name: str, names: tuple[str, ...]) -> st
     kind = cache_kind(spec, layer_name)
     named = [name for name in names if _is_for(name, kind)]
     return named[0] if named else _kin(kind, names[0])
+
+
+def require_held(names: Sequence[str], layers: Mapping[str, KVCacheSpec]) -> None:
+    """Raise LayoutError where layout_for() would have to choose a preset for keys and values by itself.
+
+    layers: specs by layer names. Where an order of plain elements is named, its kin and the defaults are meant. Else
+    only what is no keys and values (states, an indexer's cache) may lie as usual, beside layers in a named preset.
+    """
+    if any(name in ELEMENT_ORDERS for name in names):
+        return
+    chosen = {layer: layout_for(spec, layer, tuple(names)) for layer, spec in layers.items()}
+    used = not set(names).isdisjoint(chosen.values())
+    for layer, preset in chosen.items():
+        if preset not in names and (not used or cache_kind(layers[layer], layer) in _KEYS_AND_VALUES):
+            raise LayoutError(
+                f"{', '.join(names)}: this does not hold {layer}, a layer for a preset such as {preset}; name that too"
+            )
 
 
 def cache_kind(spec: KVCacheSpec, layer_name: str = "") -> str:
