@@ -296,6 +296,10 @@ class Decode(_Process):
     def pull(self, name: str, generation: int | None = None, deadline_s: float = PATIENCE_S) -> None:
         self.consumer.pull(name, self.sources[-1], generation=generation, deadline_s=deadline_s)
 
+    def silent(self, name: str) -> int:
+        """How many processes have not answered an earlier pull."""
+        return self.consumer.control.call(lambda: len(self.sources[-1].failed.silent(name)))
+
     def poll(self, name: str) -> str:
         """How a pull that failed ended."""
         limit = time.monotonic() + PATIENCE_S

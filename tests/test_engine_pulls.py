@@ -206,6 +206,7 @@ def test_the_processes_of_a_producer_share_a_generation() -> None:
         all_of(fleet.prefill, "compute", "r")
         fleet.decode[0].do("pull", "r", 6)
         assert "generation 6 of it is not offered" in fleet.decode[0].do("poll", "r")
+        until(lambda: fleet.decode[0].do("silent", "r") == 0, "the answer of the other process")
         fleet.decode[0].do("pull", "r", 5)
         fleet.require_right([fleet.decode[0].do("take", 1)], "r")
         assert [text for text, *_ in all_of(fleet.prefill, "wait", "r")] == ["done", "done"]

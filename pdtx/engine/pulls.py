@@ -67,7 +67,7 @@ class Pulls:
         if silent and source.processes > 1:  # one of them could answer with what it had offered then
             raise InputError(
                 f"request id {request_id!r}: processes {', '.join(map(str, silent))} of {source.engine_id} have not "
-                "answered an earlier pull of it, which has failed; have it offered under another id"
+                "answered an earlier pull of it, which has failed; pull it later, or have it offered under another id"
             )
         self.pending[request_id] = PendingPull(request_id, source, generation, deadline, time.monotonic())
         source.failed.pulls_again(request_id)
