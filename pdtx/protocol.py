@@ -172,8 +172,9 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     """P to D: who I am and what my cache is like.
 
     engine_id: of the engine, whose processes may be several: this is number process of processes. incarnation: of this
-    process; the same one in all of its sessions. resumes: whether it goes on with its requests in another session when
-    this one is lost.
+    process; the same one in all of its sessions. number: of this hello of the process, which counts them: one that was
+    held up must not take the place of a later session. resumes: whether it goes on with its requests in another session
+    when this one is lost.
     """
 
     protocol: Count
@@ -184,6 +185,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     movers: Annotated[list[Id], Meta(max_length=32)]
     process: Process = 0
     processes: Processes = 1
+    number: Count = 0
     resumes: bool = False
 
 

@@ -6,6 +6,7 @@ import time
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdtx.engine import InboundRequest, KVConsumer, KVProducer, OutboundRequest
@@ -20,6 +21,7 @@ from pdtx.errors import (
     DeadlineExceeded,
     PdtxError,
     PeerLost,
+    ProtocolError,
     TransferAborted,
     TransferRefused,
 )
@@ -230,6 +232,18 @@ def test_a_control_channel_lost_while_a_new_session_is_made_is_dialled_again(mon
         made = session_of(pair)
         serve(pair, "another")
         assert session_of(pair) == made
+
+
+def test_a_hello_that_was_held_up_does_not_take_the_place_of_a_later_session() -> None:
+    """As happens where the consumer was stopped, and two channels of one producer wait for it."""
+    with Pair() as pair:
+        serve(pair)
+        (session,) = pair.consumer.core.sessions.values()
+        late = msgspec.structs.replace(pair.producer._opener.hello(), number=session.number - 1)
+        with pytest.raises(ProtocolError, match=r"hello 0 of prefill-.* was held up: 1 came before it"):
+            pair.consumer.control.call(pair.consumer._messages.on_hello, b"another", late, None, ("s", bytes(32)))
+        assert list(pair.consumer.core.sessions.values()) == [session]
+        serve(pair, "another")
 
 
 def test_another_consumer_at_the_address_is_greeted_as_such() -> None:

@@ -54,8 +54,10 @@ class ProcessIdentity:
 # -- the producer ------------------------------------------------------------------------------------------------------
 
 
-def make_hello(identity: ProcessIdentity, cache: CacheDescription, mover: str, *, resumes: bool = False) -> Hello:
-    """Return what a producer says of itself."""
+def make_hello(
+    identity: ProcessIdentity, cache: CacheDescription, mover: str, *, number: int = 0, resumes: bool = False
+) -> Hello:
+    """Return what a producer says of itself. number: see Hello."""
     return Hello(
         protocol=PROTOCOL_VERSION,
         pdtx_version=__version__,
@@ -65,6 +67,7 @@ def make_hello(identity: ProcessIdentity, cache: CacheDescription, mover: str, *
         incarnation=identity.incarnation,
         cache=cache,
         movers=[mover],
+        number=number,
         resumes=resumes,
     )
 
@@ -111,6 +114,7 @@ def new_session(peer: bytes, hello: Hello | TierHello, match: Match, names: tupl
         process=hello.process,
         processes=hello.processes,
         incarnation=hello.incarnation,
+        number=hello.number,
         resumes=hello.resumes,
     )
 

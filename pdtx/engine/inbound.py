@@ -22,7 +22,7 @@ from pdtx.tiers.prefix import Fetched
 class Session:
     """One peer, a process of a producer or who reads a tier: its side-channel address, data token, and the match.
 
-    process, incarnation, resumes: see Hello.
+    process, incarnation, number, resumes: see Hello.
     """
 
     session_id: str
@@ -33,6 +33,7 @@ class Session:
     process: int = 0
     processes: int = 1
     incarnation: str = ""
+    number: int = 0
     resumes: bool = False
 
     @property

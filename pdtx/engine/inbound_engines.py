@@ -11,7 +11,7 @@ from pdtx.engine.handshake import check_hello, new_session
 from pdtx.engine.inbound import PrefillEngine, Session
 from pdtx.engine.matching import Match, match_caches
 from pdtx.engine.receiving import PayloadReceiver
-from pdtx.errors import IncompatiblePeer
+from pdtx.errors import IncompatiblePeer, ProtocolError
 from pdtx.protocol import CacheDescription, Hello
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,15 @@ class EngineTable:
     def check(self, session: Session) -> None:
         """Raise IncompatiblePeer for a process that does not go together with the other ones of its producer.
 
+        ProtocolError for a hello that is older than the session which is there.
         The last of them shows whether together they have all that this node needs.
         """
         engine = self._engines.get(_key(session))
+        for one in self.earlier(session):
+            if one.incarnation == session.incarnation and one.number > session.number:
+                raise ProtocolError(
+                    f"hello {session.number} of {session.name} was held up: {one.number} came before it"
+                )
         others = [one for one in engine.members.values() if one.process != session.process] if engine else []
         if others:
             first = others[0]

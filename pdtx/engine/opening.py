@@ -1,5 +1,6 @@
 """How a producer gets sessions: it shakes hands, whoever has dialled, and opens data connections."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -50,13 +51,20 @@ class SessionOpener:
     ) -> None:
         self._identity, self._cache, self._facts, self._mover = identity, cache, facts, mover
         self._mode, self._costs, self._resumes = mode, costs, resumes
+        self._numbers = itertools.count(1)
         self.require: PathKind | None = None
         self._closed = False
         self._threads = ThreadPoolExecutor(_OPENERS, "pdtx-opener")
 
     def hello(self) -> Hello:
         """Return what this producer says of itself, in every session."""
-        return make_hello(self._identity, self._facts.description, self._mover.name, resumes=self._resumes)
+        return make_hello(
+            self._identity,
+            self._facts.description,
+            self._mover.name,
+            number=next(self._numbers),
+            resumes=self._resumes,
+        )
 
     def open(self, channel: ControlChannel, timeout_s: float) -> Route:
         """Shake hands for a session, and open its data connection. Raises as KVProducer.connect() does."""
